@@ -1,0 +1,508 @@
+"""The checks that GRPOConfig makes before any model is loaded, as tables and one function per kind of rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import logging
+import math
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers import SchedulerType
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
+from transformers.training_args import OptimizerNames
+
+from grupo.config_fields import DROPPED_FIELDS, FIELD_ROWS, IGNORED_FIELDS, RENAMED_FIELDS, Treatment, field_default
+from grupo.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from grupo.config import GRPOConfig
+
+logger = logging.getLogger("grupo")
+
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo")
+"""Losses that clip the ratio on both sides."""
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gspo")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "loss_type": LOSS_TYPES,
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "overlong_prompts": ("filter", "refuse", "truncate_left"),
+    "vllm_mode": ("colocate", "server"),
+    "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "optim": tuple(name.value for name in OptimizerNames),
+    "lr_scheduler_type": tuple(name.value for name in SchedulerType),
+    "eval_strategy": tuple(name.value for name in IntervalStrategy),
+    "logging_strategy": tuple(name.value for name in IntervalStrategy),
+    "save_strategy": tuple(name.value for name in SaveStrategy),
+    "hub_strategy": tuple(name.value for name in HubStrategy),
+}
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def nearest(name: object, options: Iterable[str]) -> str:
+    """A hint to the most similar option, or nothing."""
+    matches = difflib.get_close_matches(str(name).lower(), list(options), n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def defaults_of(config_class: type[GRPOConfig]) -> dict[str, Any]:
+    return {field.name: field_default(field) for field in dataclasses.fields(config_class) if field.init}
+
+
+def translate_old_names(keywords: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords under today's names. One line per old name; ConfigError for a name that was never one."""
+    translated = {name: value for name, value in keywords.items() if name in defaults}
+    for name, value in keywords.items():
+        if name in defaults:
+            continue
+        if name in RENAMED_FIELDS:
+            _rename(name, value, translated, defaults)
+        elif name in IGNORED_FIELDS:
+            logger.warning("%s=%r has no effect any more: %s.", name, value, IGNORED_FIELDS[name])
+        elif name in DROPPED_FIELDS:
+            if value:
+                raise UnsupportedError(f"{name}={value!r} is not supported: {DROPPED_FIELDS[name]}.")
+            logger.warning("%s=%r has no effect: %s.", name, value, DROPPED_FIELDS[name])
+        else:
+            hint = nearest(name, defaults) or " docs/config.md lists every field."
+            raise ConfigError(f"GRPOConfig has no field {name!r}.{hint}")
+    return translated
+
+
+def _rename(old: str, value: Any, translated: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    new = RENAMED_FIELDS[old]
+    if value is not None and value != defaults[new]:
+        _refuse_untreated(new, value, defaults[new], label=f"{old} (now {new})")
+    if old == "warmup_ratio" and value is not None and not 0 <= value < 1:
+        raise ConfigError(
+            f"warmup_ratio={value!r}: a share of all optimizer steps is at least 0 and below 1. For a number of steps, "
+            "set warmup_steps."
+        )
+    if value is not None:
+        current = translated.get(new, defaults[new])
+        if current not in (defaults[new], value):
+            raise ConfigError(f"{old}={value!r} and {new}={current!r} are one setting: keep {new} and remove {old}.")
+        translated[new] = value
+    logger.warning("%s is now called %s: %s=%r.", old, new, new, translated.get(new, defaults[new]))
+
+
+# ---- fields that nothing here would read -----------------------------------------------------------------------------
+
+
+def check_treatments(config: GRPOConfig) -> None:
+    """Fields that are refused, or without effect, may only have their default."""
+    for name, default in defaults_of(type(config)).items():
+        value = getattr(config, name)
+        if value != default:
+            _refuse_untreated(name, value, default, label=name)
+
+
+def _refuse_untreated(name: str, value: Any, default: Any, label: str) -> None:
+    # A newer transformers may have fields that the table does not know: they are the base class's business.
+    row = FIELD_ROWS.get(name)
+    if row is None or row.treatment is Treatment.HONOURED:
+        return
+    way_out = f"Leave it at its default, {default!r}."
+    if row.treatment is Treatment.REFUSED:
+        raise UnsupportedError(f"{label}={value!r} is not supported: {row.phrase}. {way_out}")
+    raise ConfigError(f"{label}={value!r} has no effect: {row.phrase}. {way_out}")
+
+
+_LAUNCHER_ENGINES = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+
+
+def check_launcher() -> None:
+    """`accelerate launch` chooses engines through the environment, past the fields that are refused."""
+    for variable, engine in _LAUNCHER_ENGINES.items():
+        if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+            raise UnsupportedError(
+                f"accelerate launch asks for {engine} ({variable} is set), which is not part of this version. Launch "
+                "with a plain multi-GPU or multi-CPU configuration (DDP)."
+            )
+
+
+# ---- choices, types, ranges ------------------------------------------------------------------------------------------
+
+
+def check_choices(config: GRPOConfig) -> None:
+    for name, options in CHOICES.items():
+        check_choice(name, getattr(config, name), options)
+
+
+def check_choice(name: str, value: Any, options: Collection[str]) -> None:
+    if isinstance(value, str) and value in options:
+        return
+    listed = ", ".join(repr(option) for option in options)
+    raise ConfigError(f"{name}={value!r} is not one of {listed}.{nearest(value, options)}")
+
+
+_TYPE_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
+
+
+@functools.lru_cache
+def _plain_types(config_class: Hashable) -> dict[str, tuple[type, ...]]:
+    """Field -> its types, for the fields whose types are all plain."""
+    plain: dict[str, tuple[type, ...]] = {}
+    for name, hint in typing.get_type_hints(config_class).items():
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        alternatives = typing.get_args(hint) if is_union else (hint,)
+        if all(alternative in _TYPE_WORDS for alternative in alternatives):
+            plain[name] = alternatives
+    return plain
+
+
+def check_types(config: GRPOConfig) -> None:
+    """Flags that are text, numbers that are text, numbers that are not a number."""
+    for field in dataclasses.fields(config):
+        allowed = _plain_types(type(config)).get(field.name)
+        value = getattr(config, field.name)
+        if allowed is None or any(_has_type(value, one) for one in allowed):
+            continue
+        words = " or ".join(_TYPE_WORDS[one] for one in allowed)
+        raise ConfigError(f"{field.name}={value!r}: expected {words}.{_type_hint(value)}")
+
+
+def _has_type(value: Any, wanted: type) -> bool:
+    if wanted is bool or isinstance(value, bool):
+        return wanted is bool and isinstance(value, bool)
+    if wanted is int:
+        return isinstance(value, numbers.Integral)
+    if wanted is float:
+        return isinstance(value, numbers.Real) and not math.isnan(float(value))
+    if wanted is str:
+        return isinstance(value, str | os.PathLike)
+    return value is None
+
+
+def _type_hint(value: Any) -> str:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return " Text is always true; write it without quotes."
+    if isinstance(value, str):
+        return " In YAML, 1e-6 is text; write 1.0e-6." if "e" in value.lower() else " Write it without quotes."
+    return ""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Allowed values of a number."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    may_be_infinite: bool = False
+    why: str = ""
+
+    def contains(self, value: float) -> bool:
+        return (
+            (math.isfinite(value) or (self.may_be_infinite and value > 0))
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        text = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        return text + (f" ({self.why})" if self.why else "")
+
+
+_POSITIVE = Range(above=0)
+_NOT_NEGATIVE = Range(at_least=0)
+_COUNT = Range(at_least=1)
+_MOMENT = Range(at_least=0, below=1)
+
+RANGES: dict[str, Range] = {
+    "per_device_train_batch_size": _COUNT,
+    "per_device_eval_batch_size": _COUNT,
+    "gradient_accumulation_steps": _COUNT,
+    "num_train_epochs": _POSITIVE,
+    "learning_rate": _NOT_NEGATIVE,
+    "warmup_steps": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+    "adam_beta1": _MOMENT,
+    "adam_beta2": _MOMENT,
+    "adam_epsilon": _POSITIVE,
+    "max_grad_norm": Range(at_least=0, may_be_infinite=True, why="0 switches clipping off"),
+    "num_generations": Range(at_least=2, why="advantages compare the completions of one prompt"),
+    "num_generations_eval": _COUNT,
+    "max_completion_length": _COUNT,
+    "max_prompt_length": _COUNT,
+    "generation_batch_size": _COUNT,
+    "steps_per_generation": _COUNT,
+    "num_iterations": _COUNT,
+    "temperature": Range(above=0, why="0 is greedy: all completions of a group would be the same"),
+    "beta": Range(at_least=0, why="a negative one would push away from the reference"),
+    "epsilon": _NOT_NEGATIVE,
+    "epsilon_high": _NOT_NEGATIVE,
+    "delta": Range(above=1, why="it bounds the ratio, which is 1 before the first update"),
+    "sapo_temperature_neg": _POSITIVE,
+    "sapo_temperature_pos": _POSITIVE,
+    "vespo_k_pos": _NOT_NEGATIVE,
+    "vespo_lambda_pos": _NOT_NEGATIVE,
+    "vespo_k_neg": _NOT_NEGATIVE,
+    "vespo_lambda_neg": _NOT_NEGATIVE,
+    "ref_model_mixup_alpha": Range(above=0, at_most=1),
+    "ref_model_sync_steps": _COUNT,
+    "top_entropy_quantile": Range(at_least=0, at_most=1),
+    "entropy_coef_delta": _POSITIVE,
+    "entropy_target": _NOT_NEGATIVE,
+    "off_policy_mask_threshold": _POSITIVE,
+    "num_completions_to_print": _COUNT,
+    "max_failed_reward_share": Range(at_least=0, at_most=1),
+    "reward_timeout": Range(above=0, why="seconds"),
+    "max_nonfinite_steps": _COUNT,
+    "logprob_gap_warn": Range(above=0, may_be_infinite=True, why="nats"),
+    "logprob_gap_stop": Range(above=0, may_be_infinite=True, why="nats"),
+}
+"""None is in range wherever the field's type allows it. top_p, top_k, min_p and repetition_penalty: SamplingSpec."""
+
+
+def check_ranges(config: GRPOConfig) -> None:
+    plain_types = _plain_types(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None:
+            continue
+        allowed = RANGES.get(field.name)
+        if allowed is not None and not allowed.contains(value):
+            raise ConfigError(f"{field.name}={value!r}: must be {allowed}.")
+        if allowed is None and float in plain_types.get(field.name, ()) and not math.isfinite(value):
+            raise ConfigError(f"{field.name}={value!r}: must be a finite number.")
+
+
+# ---- options without effect under the others -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Fields that are read only under a condition on other fields."""
+
+    fields: tuple[str, ...]
+    is_read: Callable[[GRPOConfig], bool]
+    depends_on: tuple[str, ...]
+    """The fields that the condition looks at, for the message."""
+    when: str
+    """The condition in words: 'it is read only ...'."""
+
+
+def _loss_is(*losses: str) -> Callable[[GRPOConfig], bool]:
+    return lambda config: config.loss_type in losses
+
+
+def _has_kl(config: GRPOConfig) -> bool:
+    return config.beta != 0
+
+
+def _reads_ratio_level(config: GRPOConfig) -> bool:
+    # VESPO weighs by its own sequence ratio; the level is left with the ratio that corrects the KL term.
+    return config.loss_type != "vespo" or (config.beta != 0 and config.use_bias_correction_kl)
+
+
+EFFECTS: tuple[Effect, ...] = (
+    Effect(
+        ("epsilon", "delta"),
+        _loss_is(*CLIPPED_LOSSES),
+        ("loss_type",),
+        f"by losses that clip the ratio on both sides: {', '.join(CLIPPED_LOSSES)}",
+    ),
+    Effect(
+        ("epsilon_high",),
+        _loss_is(*CLIPPED_LOSSES, "cispo"),
+        ("loss_type",),
+        f"by losses that clip the ratio: {', '.join(CLIPPED_LOSSES)}, cispo",
+    ),
+    Effect(
+        ("sapo_temperature_neg", "sapo_temperature_pos"), _loss_is("sapo"), ("loss_type",), "with loss_type='sapo'"
+    ),
+    Effect(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        _loss_is("vespo"),
+        ("loss_type",),
+        "with loss_type='vespo'",
+    ),
+    Effect(
+        ("importance_sampling_level",),
+        _reads_ratio_level,
+        ("loss_type", "beta"),
+        "by other losses, or with beta above 0 (vespo always weighs by a sequence ratio)",
+    ),
+    Effect(
+        ("scale_rewards",),
+        lambda config: config.multi_objective_aggregation == "sum_then_normalize",
+        ("multi_objective_aggregation",),
+        "with 'sum_then_normalize'; the other one always scales each reward by its group and the sum by the batch",
+    ),
+    Effect(("use_bias_correction_kl", "kl_on_dead_groups", "sync_ref_model"), _has_kl, ("beta",), "with beta above 0"),
+    Effect(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+        lambda config: config.sync_ref_model,
+        ("sync_ref_model",),
+        "with sync_ref_model=True",
+    ),
+    Effect(
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        lambda config: config.use_adaptive_entropy,
+        ("use_adaptive_entropy",),
+        "with use_adaptive_entropy=True",
+    ),
+    Effect(
+        ("overlong_prompts",),
+        lambda config: config.max_prompt_length is not None,
+        ("max_prompt_length",),
+        "with a max_prompt_length",
+    ),
+    Effect(
+        ("num_completions_to_print", "log_unique_prompts"),
+        lambda config: config.log_completions,
+        ("log_completions",),
+        "with log_completions=True",
+    ),
+    Effect(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        lambda config: config.gradient_checkpointing is not False and config.activation_checkpointing is not False,
+        ("gradient_checkpointing",),
+        "with gradient checkpointing",
+    ),
+)
+
+
+def check_effects(config: GRPOConfig) -> None:
+    """An option that nothing would read may only have its default."""
+    defaults = defaults_of(type(config))
+    for effect in EFFECTS:
+        if effect.is_read(config):
+            continue
+        beside = " and ".join(f"{name}={getattr(config, name)!r}" for name in effect.depends_on)
+        for name in effect.fields:
+            value = getattr(config, name)
+            if value != defaults[name]:
+                raise ConfigError(
+                    f"{name}={value!r} has no effect beside {beside}: it is read only {effect.when}. Leave it at its "
+                    f"default, {defaults[name]!r}, or change what it depends on."
+                )
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def check_pairs(config: GRPOConfig) -> None:
+    """Settings that contradict each other."""
+    _check_order(config, "entropy_coef_min", "entropy_coef_max")
+    _check_order(config, "logprob_gap_warn", "logprob_gap_stop")
+    level = config.importance_sampling_level
+    if config.loss_type == "gspo" and level != "sequence" and "importance_sampling_level" in config.explicit_fields:
+        raise ConfigError(
+            f"loss_type='gspo' is the grpo loss with the sequence ratio, and importance_sampling_level={level!r} was "
+            "set beside it. Remove it, or set loss_type='grpo'."
+        )
+    if config.scoring_dropout and config.disable_dropout:
+        raise ConfigError("scoring_dropout=True and disable_dropout=True contradict each other: set one of them.")
+    if config.max_steps != -1 and config.max_steps < 1:
+        raise ConfigError(f"max_steps={config.max_steps}: must be at least 1, or -1 to count by num_train_epochs.")
+    if config.warmup_steps >= 1 and config.warmup_steps != int(config.warmup_steps):
+        raise ConfigError(f"warmup_steps={config.warmup_steps}: from 1 on it counts steps and must be a whole number.")
+    if config.metric_for_best_model is None and config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        raise ConfigError(
+            f"lr_scheduler_type={str(config.lr_scheduler_type)!r} watches metric_for_best_model, and the loss of GRPO "
+            "says nothing about progress. Set metric_for_best_model='reward' and lr_scheduler_kwargs={'mode': 'max'}."
+        )
+
+
+def _check_order(config: GRPOConfig, low: str, high: str) -> None:
+    if getattr(config, low) > getattr(config, high):
+        raise ConfigError(f"{low}={getattr(config, low)} is above {high}={getattr(config, high)}.")
+
+
+def check_reward_weights(weights: Any) -> None:
+    if weights is None:
+        return
+    is_list = isinstance(weights, list | tuple)
+    for weight in weights if is_list else ():
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(float(weight)):
+            raise ConfigError(f"reward_weights={weights!r}: {weight!r} is not a finite number.")
+    if not is_list:
+        raise ConfigError(f"reward_weights={weights!r}: expected a list with one number per reward function.")
+
+
+def check_accelerator_config(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """The keys about loaders and accumulation would change nothing: the loader yields step numbers."""
+    for name, value in values.items():
+        if name != "use_configured_state" and value != defaults[name]:
+            raise ConfigError(
+                f"accelerator_config: {name}={value!r} has no effect: {FIELD_ROWS['dataloader_drop_last'].phrase}. "
+                f"Leave it at its default, {defaults[name]!r}."
+            )
+
+
+# ---- advice ----------------------------------------------------------------------------------------------------------
+
+
+def warn_unusual(config: GRPOConfig) -> None:
+    """Combinations that run, and are seldom meant."""
+    if config.loss_type == "luspo" and config.importance_sampling_level != "sequence":
+        logger.warning("loss_type='luspo' is meant with importance_sampling_level='sequence' (arXiv 2602.05261).")
+    if config.importance_sampling_level == "sequence" and config.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        logger.warning(
+            "importance_sampling_level='sequence' with loss_type=%r weighs each completion by its length. "
+            "loss_type='gspo' weighs completions alike (arXiv 2507.18071).",
+            config.loss_type,
+        )
+
+
+# ---- generation_kwargs -----------------------------------------------------------------------------------------------
+
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_KEYS = (*SAMPLING_FIELDS, "stop_token_ids")
+
+_INSTEAD = {
+    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "set max_completion_length; the loss reads it too"),
+    "eos_token_id": "the model's own end tokens always end a completion; stop_token_ids adds others",
+    "seed": "set seed, from which every completion gets its own",
+    "n": "set num_generations",
+    "num_return_sequences": "set num_generations",
+    "do_sample": "training always samples",
+}
+
+
+def merged_sampling(config: GRPOConfig) -> dict[str, Any]:
+    """The sampling fields with generation_kwargs on top. Unknown keys and contradictions: ConfigError."""
+    sampling = {name: getattr(config, name) for name in SAMPLING_FIELDS}
+    defaults = defaults_of(type(config))
+    given = config.generation_kwargs or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"generation_kwargs={given!r}: expected a dict with keys among {', '.join(GENERATION_KEYS)}.")
+    for name, value in given.items():
+        if name == "stop_token_ids":
+            sampling[name] = (value,) if isinstance(value, int) else tuple(value)
+        elif name in SAMPLING_FIELDS:
+            if sampling[name] not in (defaults[name], value):
+                raise ConfigError(
+                    f"{name}={sampling[name]!r} and generation_kwargs[{name!r}]={value!r} contradict each other: set "
+                    "one of them."
+                )
+            sampling[name] = value
+        else:
+            instead = _INSTEAD.get(name)
+            hint = f" Instead, {instead}." if instead else nearest(name, GENERATION_KEYS)
+            raise ConfigError(f"generation_kwargs has no key {name!r} ({', '.join(GENERATION_KEYS)}).{hint}")
+    return sampling

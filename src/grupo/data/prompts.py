@@ -1,0 +1,246 @@
+"""From dataset rows to `Prompt` records: the only place that calls the chat template.
+
+The ids made here are the ids everywhere: the engine continues them, and policy, old and reference log-probs score them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from grupo.errors import DataError
+from grupo.records import Prompt
+
+logger = logging.getLogger("grupo")
+
+
+class Rows(Protocol):
+    """What a dataset must offer: a length and rows by index (`datasets.Dataset`, a list of dicts)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    """A dataset row that can be drawn as a prompt."""
+
+    row: int
+    token_ids: tuple[int, ...]
+    content: str | list[dict[str, Any]]
+    columns: Mapping[str, Any]
+
+    def draw(self, draw_id: int) -> Prompt:
+        return Prompt(
+            id=draw_id, row=self.row, token_ids=self.token_ids, content=self.content, columns=self.columns
+        )
+
+
+class PromptTokenizer:
+    """Turns the `prompt` of a row, text or messages, into token ids.
+
+    Text is tokenised with the tokenizer's own special tokens, messages through its chat template with the generation
+    prompt; the template alone decides about special tokens there. A text that already starts with the BOS text gets one
+    BOS, not two.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self._told_about_bos = False
+
+    def __call__(self, content: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        if isinstance(content, str):
+            return self._encode_text(content)
+        return self._encode_messages(content)
+
+    def text(self, prompt: Prompt) -> str:
+        """The rendered prompt, special tokens included: what the model really reads."""
+        return str(self.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False))
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        ids = list(self.tokenizer(text)["input_ids"])
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+            if not self._told_about_bos:
+                self._told_about_bos = True
+                logger.info(
+                    "Prompts start with the text of the BOS token, which the tokenizer adds as well: one BOS is kept."
+                )
+        return tuple(ids)
+
+    def _encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise DataError(
+                "The dataset has conversational prompts (lists of messages), but the tokenizer has no chat template. "
+                "Use the tokenizer of an instruct model, set `tokenizer.chat_template`, or give prompts as plain text."
+            )
+        encoded = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **self.chat_template_kwargs,
+        )
+        return tuple(encoded["input_ids"])
+
+
+def tokenize_rows(dataset: Rows, tokenizer: PromptTokenizer) -> list[TokenizedRow]:
+    """Checks and tokenises every row once, before any step is taken.
+
+    Raises:
+        DataError: the dataset is empty, a row has no usable `prompt`, or a prompt has no tokens.
+    """
+    rows = [_tokenize_row(index, dataset[index], tokenizer) for index in range(len(dataset))]
+    if not rows:
+        raise DataError("The dataset has no rows. Give at least as many prompts as one rollout needs.")
+    return rows
+
+
+def _tokenize_row(index: int, row: Mapping[str, Any], tokenizer: PromptTokenizer) -> TokenizedRow:
+    if "prompt" not in row:
+        raise DataError(
+            f"Row {index} has no column `prompt`; its columns are {sorted(row)}. Rename the column that holds the "
+            "question, for example dataset.rename_column('question', 'prompt')."
+        )
+    content = _checked_content(index, row["prompt"])
+    token_ids = tokenizer(content)
+    if not token_ids:
+        raise DataError(f"The prompt of row {index} has no tokens, so there is nothing to continue: {content!r}.")
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    return TokenizedRow(row=index, token_ids=token_ids, content=content, columns=columns)
+
+
+def _checked_content(index: int, content: Any) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or not all(isinstance(message, Mapping) for message in content):
+        raise DataError(
+            f"The prompt of row {index} is {type(content).__name__}; it must be text, or a list of messages like "
+            '[{"role": "user", "content": "..."}].'
+        )
+    if not content:
+        raise DataError(f"The prompt of row {index} is an empty list of messages. Remove the row or add a message.")
+    for message in content:
+        missing = {"role", "content"} - set(message)
+        if missing:
+            raise DataError(f"A message of row {index} has no {' and no '.join(sorted(missing))}: {dict(message)!r}.")
+    return [dict(message) for message in content]
+
+
+def apply_length_policy(
+    rows: Sequence[TokenizedRow],
+    *,
+    max_prompt_length: int | None,
+    overlong_prompts: str,
+    max_completion_length: int,
+    context_length: int | None,
+    what: str = "training",
+) -> list[TokenizedRow]:
+    """Filters, refuses or cuts prompts longer than `max_prompt_length` tokens; never silently.
+
+    Without `max_prompt_length`, a prompt that leaves no room for a whole completion in the model's context is refused.
+
+    Raises:
+        DataError: with the counts, and with numbers that would fit.
+    """
+    if max_prompt_length is not None:
+        rows = _OVERLONG_POLICIES[overlong_prompts](rows, max_prompt_length, what)
+    if context_length is not None:
+        longest = max(len(row.token_ids) for row in rows)
+        if longest + max_completion_length > context_length:
+            count = sum(len(row.token_ids) + max_completion_length > context_length for row in rows)
+            raise DataError(
+                f"{count} of {len(rows)} {what} prompts do not fit: the longest has {longest} tokens, and with "
+                f"max_completion_length={max_completion_length} that exceeds the model's context of {context_length}. "
+                f"Set max_prompt_length={max(context_length - max_completion_length, 0)} to filter them, or "
+                f"max_completion_length={max(context_length - longest, 0)} to make room."
+            )
+    return list(rows)
+
+
+def _filter_overlong(rows: Sequence[TokenizedRow], limit: int, what: str) -> list[TokenizedRow]:
+    kept = [row for row in rows if len(row.token_ids) <= limit]
+    if not kept:
+        shortest = min(len(row.token_ids) for row in rows)
+        raise DataError(
+            f"All {len(rows)} {what} prompts are longer than max_prompt_length={limit} tokens; the shortest has "
+            f"{shortest}. Set max_prompt_length to at least {shortest}."
+        )
+    if len(kept) < len(rows):
+        logger.warning(
+            "%d of %d %s prompts are longer than max_prompt_length=%d tokens and are left out.",
+            len(rows) - len(kept), len(rows), what, limit,
+        )  # fmt: skip
+    return kept
+
+
+def _refuse_overlong(rows: Sequence[TokenizedRow], limit: int, what: str) -> list[TokenizedRow]:
+    count = sum(len(row.token_ids) > limit for row in rows)
+    if count:
+        longest = max(len(row.token_ids) for row in rows)
+        raise DataError(
+            f"{count} of {len(rows)} {what} prompts are longer than max_prompt_length={limit} tokens; the longest has "
+            f"{longest}. Set max_prompt_length={longest}, or overlong_prompts='filter' to leave them out."
+        )
+    return list(rows)
+
+
+def _truncate_left(rows: Sequence[TokenizedRow], limit: int, what: str) -> list[TokenizedRow]:
+    count = sum(len(row.token_ids) > limit for row in rows)
+    if count:
+        logger.warning(
+            "%d of %d %s prompts are longer than max_prompt_length=%d tokens; their first tokens are cut off, special "
+            "tokens of the chat template among them.",
+            count, len(rows), what, limit,
+        )  # fmt: skip
+    return [
+        TokenizedRow(row=row.row, token_ids=row.token_ids[-limit:], content=row.content, columns=row.columns)
+        for row in rows
+    ]
+
+
+_OVERLONG_POLICIES = {"filter": _filter_overlong, "refuse": _refuse_overlong, "truncate_left": _truncate_left}
+
+
+class PromptStream:
+    """The order in which prompts are drawn: a pure function of the seed and the number of the rollout window.
+
+    Each epoch is a permutation of its own; the prompts that do not fill a window at its end are left out, which
+    `StepPlan` states. Having no state, it needs none in a checkpoint.
+    """
+
+    def __init__(self, rows: Sequence[TokenizedRow], *, prompts_per_window: int, seed: int, shuffle: bool = True) -> None:
+        self.rows = rows
+        self.prompts_per_window = prompts_per_window
+        self.windows_per_epoch = len(rows) // prompts_per_window
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def window(self, index: int) -> list[Prompt]:
+        """The prompts of rollout window `index`, counted from 0 over all epochs."""
+        epoch, position = divmod(index, self.windows_per_epoch)
+        order = self._order(epoch)
+        first_draw = index * self.prompts_per_window
+        start = position * self.prompts_per_window
+        return [
+            self.rows[row].draw(first_draw + offset)
+            for offset, row in enumerate(order[start : start + self.prompts_per_window])
+        ]
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self.rows)))
+        if self.shuffle:
+            random.Random(f"prompt order, seed {self.seed}, epoch {epoch}").shuffle(order)
+        return order
+
+
+def reward_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """The dataset columns as reward functions get them: one list per column, one entry per completion."""
+    names: Iterator[str] = iter(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+    return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

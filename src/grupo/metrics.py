@@ -1,0 +1,67 @@
+"""Metrics that stay right under accumulation, several ranks and windows of uneven size.
+
+Every value comes with its weight (tokens, completions or steps), and what is logged is the weighted mean, the smallest
+or the largest value since the last log. Nothing is averaged before it is weighted (TRL issues #7047, #6380).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+AllGather = Callable[[object], list[object]]
+
+
+@dataclass
+class MetricSums:
+    """Sums of value x weight, and extremes, over any number of micro-batches, steps and ranks."""
+
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """name -> (sum of value x weight, sum of weights)."""
+    minima: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """A mean of `value` over `weight` tokens, completions or steps. Weight 0 leaves no trace."""
+        if weight:
+            self.add_sum(name, value * weight, weight)
+
+    def add_sum(self, name: str, numerator: float, denominator: float) -> None:
+        old_numerator, old_denominator = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (old_numerator + numerator, old_denominator + denominator)
+
+    def add_min(self, name: str, value: float) -> None:
+        self.minima[name] = min(self.minima.get(name, math.inf), value)
+
+    def add_max(self, name: str, value: float) -> None:
+        self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
+
+    def merge(self, other: MetricSums) -> None:
+        for name, (numerator, denominator) in other.sums.items():
+            self.add_sum(name, numerator, denominator)
+        for name, value in other.minima.items():
+            self.add_min(name, value)
+        for name, value in other.maxima.items():
+            self.add_max(name, value)
+
+    def means(self) -> dict[str, float]:
+        """What to log. A name without any weight is absent rather than 0 or NaN."""
+        values = {name: numerator / weight for name, (numerator, weight) in self.sums.items() if weight}
+        return {**values, **self.minima, **self.maxima}
+
+    def clear(self) -> None:
+        self.sums.clear()
+        self.minima.clear()
+        self.maxima.clear()
+
+
+def merged(parts: Iterable[MetricSums]) -> MetricSums:
+    total = MetricSums()
+    for part in parts:
+        total.merge(part)
+    return total
+
+
+def prefixed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {f"{prefix}{name}": value for name, value in values.items()}

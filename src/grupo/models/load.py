@@ -1,0 +1,130 @@
+"""Loading the policy and its tokenizer, and checking that there is something to train."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from grupo.errors import ConfigError
+
+logger = logging.getLogger("grupo")
+
+
+def load_policy(
+    name_or_path: str,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    quantization_config: Any = None,
+) -> Any:
+    """The causal language model, in float32 unless `model_init_kwargs` names a dtype.
+
+    flash_attention_2 falls back to sdpa with one line where its package is not installed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kwargs = dict(model_init_kwargs or {})
+    kwargs.setdefault("dtype", kwargs.pop("torch_dtype", torch.float32))
+    if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
+        kwargs["dtype"] = _dtype_named(kwargs["dtype"])
+    wanted = kwargs.get("attn_implementation")
+    if wanted == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        logger.warning("attn_implementation='flash_attention_2' needs the package flash-attn; 'sdpa' is used instead.")
+        kwargs["attn_implementation"] = "sdpa"
+    if quantization_config is not None:
+        kwargs["quantization_config"] = quantization_config
+    return AutoModelForCausalLM.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            f"model_init_kwargs has dtype={name!r}, which is no torch dtype. Use 'float32', 'bfloat16' or 'float16'."
+        )
+    return dtype
+
+
+def load_tokenizer(model: Any, model_init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that belongs to `model`, by the name that it was loaded from.
+
+    Raises:
+        ConfigError: the model does not know where it came from.
+    """
+    from transformers import AutoTokenizer
+
+    name = name_of(model)
+    if not name:
+        raise ConfigError(
+            "The model does not say where it was loaded from, so its tokenizer cannot be found. Pass the tokenizer: "
+            "GRPOTrainer(..., processing_class=tokenizer)."
+        )
+    revision = (model_init_kwargs or {}).get("revision")
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {}))
+
+
+def name_of(model: Any) -> str:
+    """Name or path that the model, or the base model of an adapter, was loaded from; empty if unknown."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(base.config, "_name_or_path", "") or ""
+
+
+def add_adapter(model: Any, peft_config: Any) -> Any:
+    """The model with a fresh adapter.
+
+    Raises:
+        ConfigError: the model has an adapter already.
+    """
+    from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+
+    if isinstance(model, PeftModel):
+        raise ConfigError(
+            "The model has an adapter already, and peft_config asks for another. Leave peft_config out to train the "
+            "adapter that is there, or pass the base model: model.merge_and_unload() keeps what it learned."
+        )
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return get_peft_model(model, peft_config)
+
+
+def check_trainable(model: nn.Module) -> tuple[int, int]:
+    """(trainable, all) parameter counts.
+
+    Raises:
+        ConfigError: nothing would be trained (TRL issue #6700).
+    """
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if not trainable:
+        hint = (
+            "Load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
+            if hasattr(model, "peft_config")
+            else "Set requires_grad on the parameters to train, or pass a peft_config."
+        )
+        raise ConfigError(f"None of the model's {total:,} parameters is trainable: training would change nothing. {hint}")
+    return trainable, total
+
+
+def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
+    """Every id that ends a completion: the tokenizer's EOS and all of the model's generation_config (TRL PR #7039)."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    many = configured if isinstance(configured, Sequence) else [configured]
+    ids = {int(token) for token in [tokenizer.eos_token_id, *many] if token is not None}
+    if not ids:
+        logger.warning(
+            "Neither the tokenizer nor the model's generation_config names an end-of-sequence token: every completion "
+            "will run to max_completion_length and count as truncated."
+        )
+    return tuple(sorted(ids))
+
+
+def context_length(model: Any) -> int | None:
+    """Longest sequence in tokens that the model was made for, where its config says so."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config() if hasattr(base.config, "get_text_config") else base.config
+    return getattr(config, "max_position_embeddings", None)

@@ -1,0 +1,175 @@
+"""The vocabulary of grupo: what flows from a dataset row to an optimizer step. Read this first.
+
+    row ──▶ Prompt ──engine──▶ Completion ──rewards──▶ Rollout ──advantages──▶ Group ──▶ MicroBatch ──▶ loss
+
+Left of `MicroBatch` everything is a plain Python record; `MicroBatch` and what follows are tensors.
+
+Log-probs are named by who computed them:
+    behavior_logprobs   by the engine, of each sampled token under the tempered full softmax
+    sampled_logprobs    by the engine, of each sampled token under the truncated distribution (top-k, top-p, min-p,
+                        repetition penalty) that it was really drawn from
+    old_logprobs        by the trainer, the policy at the start of the rollout window: the ratio's denominator
+    policy_logprobs     by the trainer, the policy now, with gradient
+    reference_logprobs  by the trainer, the frozen reference, for the KL term
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FinishReason(str, Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """A stop token was sampled; it is the last token of the completion."""
+    LENGTH = "length"
+    """The completion reached its cap without a stop token: it is truncated."""
+
+
+class RewardStatus(str, Enum):
+    """What became of one reward function on one completion."""
+
+    SCORED = "scored"
+    """A finite number came back."""
+    ABSTAINED = "abstained"
+    """The function returned None: not applicable to this completion."""
+    FAILED = "failed"
+    """An exception, a time-out or a value that is no finite number. Never a zero: the completion is masked."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One drawn prompt. Two draws of the same dataset row are two prompts with two ids."""
+
+    id: int
+    """Number of this draw in the run; what groups are keyed by."""
+    row: int
+    """Index of the dataset row."""
+    token_ids: tuple[int, ...]
+    """What the engine continues and the trainer scores: the same ids everywhere."""
+    content: str | list[dict[str, Any]]
+    """The prompt as the dataset gave it: text, or a list of messages."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the row, handed to reward functions by name."""
+
+    @property
+    def is_conversational(self) -> bool:
+        return not isinstance(self.content, str)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer. The stop token, if one was sampled, is the last of `token_ids`."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    """Decoded without special tokens, so without the stop token."""
+    finish_reason: FinishReason
+    behavior_logprobs: tuple[float, ...] | None = None
+    """(T,) nats; None where the engine replays given tokens."""
+    sampled_logprobs: tuple[float, ...] | None = None
+    """(T,) nats; equal to `behavior_logprobs` where nothing was truncated."""
+    entropies: tuple[float, ...] | None = None
+    """(T,) nats, of the tempered full softmax at each step."""
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish_reason is FinishReason.LENGTH
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion with what the reward functions said about it."""
+
+    prompt: Prompt
+    completion: Completion
+    scores: tuple[float | None, ...]
+    """(K,) one per reward function; None where it abstained or failed."""
+    statuses: tuple[RewardStatus, ...]
+    """(K,) beside `scores`."""
+
+    @property
+    def is_scored(self) -> bool:
+        """No reward failed and at least one scored: the total reward is known."""
+        return RewardStatus.FAILED not in self.statuses and RewardStatus.SCORED in self.statuses
+
+
+@dataclass(frozen=True)
+class Group:
+    """All completions of one prompt, with the advantages that they got from each other."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    rewards: tuple[float | None, ...]
+    """(G,) weighted totals; None where the total is unknown."""
+    advantages: tuple[float, ...]
+    """(G,) 0 where the total is unknown."""
+
+    @property
+    def is_live(self) -> bool:
+        """At least one completion differs from the others: the group carries a signal."""
+        return any(advantage != 0.0 for advantage in self.advantages)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion on its way into a micro-batch: token ids and the numbers the loss needs, nothing else."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    advantage: float
+    has_loss: bool
+    """False for masked truncations and for failed or abstained rewards: no token of the row is in the loss."""
+    group_is_live: bool
+    behavior_logprobs: tuple[float, ...] | None
+    entropies: tuple[float, ...] | None = None
+    old_logprobs: tuple[float, ...] | None = None
+    """(T,) set when the window outlives its first optimizer step; otherwise the ratio is 1 by definition."""
+    reference_logprobs: tuple[float, ...] | None = None
+    """(T,) set when the loss has a KL term."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that share one forward pass. B rows, S = longest prompt + completion, T = longest completion.
+
+    Rows are prompt and completion without a gap, padded on the right; a causal model cannot see the padding.
+    """
+
+    input_ids: torch.Tensor
+    """(B, S) int64."""
+    lengths: torch.Tensor
+    """(B,) int64, tokens of prompt and completion."""
+    prompt_lengths: torch.Tensor
+    """(B,) int64."""
+    completion_ids: torch.Tensor
+    """(B, T) int64, padded on the right."""
+    completion_mask: torch.Tensor
+    """(B, T) bool, True on completion tokens, stop token included."""
+    loss_mask: torch.Tensor
+    """(B, T) bool, `completion_mask` without the rows that have no loss."""
+    advantages: torch.Tensor
+    """(B,) float."""
+    live_groups: torch.Tensor
+    """(B,) bool, True where the row's group carries a signal."""
+    behavior_logprobs: torch.Tensor | None
+    """(B, T) float, 0 on padding."""
+    old_logprobs: torch.Tensor | None
+    """(B, T) float, 0 on padding; None: on-policy, the ratio is 1 by definition."""
+    reference_logprobs: torch.Tensor | None
+    """(B, T) float, 0 on padding; None: no KL term."""
+
+
+def group_by_prompt(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
+    """Positions of the rollouts of each prompt id, in order of first appearance."""
+    positions: dict[int, list[int]] = {}
+    for position, rollout in enumerate(rollouts):
+        positions.setdefault(rollout.prompt.id, []).append(position)
+    return positions

@@ -1,0 +1,345 @@
+"""One rollout: prompts -> completions -> rewards -> advantages -> samples, over all ranks.
+
+The completions of a rollout are numbered 0 .. P*G - 1 over all ranks, group after group. Each rank samples and scores
+the completions that it will train on; only numbers (scores, lengths) travel between ranks, and advantages are computed
+from all of them on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grupo.algo.advantages import compute_advantages
+from grupo.data.prompts import reward_columns
+from grupo.errors import RewardError
+from grupo.records import Completion, Group, Prompt, RewardStatus, Rollout, Sample, group_by_prompt
+from grupo.rewards.runner import RewardRunner, RewardTable
+from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
+from grupo.metrics import AllGather, MetricSums
+from grupo.sampling import SamplingSpec
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """How rewards become advantages."""
+
+    weights: tuple[float, ...] | None
+    scale: str
+    aggregation: str
+    mask_truncated: bool = False
+    max_failed_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """What one rank keeps of a rollout."""
+
+    samples: dict[int, Sample]
+    """This rank's samples by completion number."""
+    groups: tuple[Group, ...]
+    """This rank's completions by prompt, for people to read."""
+    extras: dict[str, list[Any]]
+    """Columns that reward functions logged with `log_extra`, in order of this rank's completions."""
+    metrics: MetricSums
+    """Of all ranks, the same on each."""
+    seconds_generating: float
+    seconds_rewarding: float
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The numbers of one completion that travel between ranks."""
+
+    number: int
+    prompt_id: int
+    prompt_tokens: int
+    completion_tokens: int
+    truncated: bool
+    scores: tuple[float | None, ...]
+    statuses: tuple[RewardStatus, ...]
+
+    @property
+    def failed(self) -> bool:
+        return RewardStatus.FAILED in self.statuses
+
+
+class RolloutCollector:
+    """Samples completions, has them scored, and turns scores into advantages.
+
+    Args:
+        engine: what continues prompts.
+        rewards: what scores completions.
+        prompt_text: the rendered prompt, handed to reward functions that ask for `prompt_texts`.
+        all_gather: one object from each rank, in rank order; called the same number of times on every rank.
+        run_seed: together with the prompt's draw it decides what is sampled.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        rewards: RewardRunner,
+        prompt_text: Callable[[Prompt], str],
+        all_gather: AllGather,
+        run_seed: int,
+    ) -> None:
+        self.engine = engine
+        self.rewards = rewards
+        self.prompt_text = prompt_text
+        self.all_gather = all_gather
+        self.run_seed = run_seed
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        *,
+        group_size: int,
+        sampling: SamplingSpec,
+        settings: AdvantageSettings,
+        trainer_state: Any = None,
+        purpose: str = "train",
+    ) -> RolloutResult:
+        """Collects one rollout.
+
+        Args:
+            prompts: (P,) all prompts of the rollout, the same on every rank.
+            numbers: the completions of this rank, out of range(P * group_size).
+            purpose: keeps the random numbers of training and evaluation apart.
+
+        Raises:
+            RewardError: on every rank, if a reward function broke the contract on any of them, or failed too often.
+        """
+        started = time.perf_counter()
+        completions = self._generate(prompts, numbers, group_size, sampling, purpose)
+        generated = time.perf_counter()
+        own_prompts = [prompts[number // group_size] for number in numbers]
+        table, error = self._score(own_prompts, completions, trainer_state)
+        rewarded = time.perf_counter()
+        rollouts = [
+            Rollout(prompt, completion, scores, statuses)
+            for prompt, completion, scores, statuses in zip(
+                own_prompts, completions, table.scores, table.statuses, strict=True
+            )
+        ]
+        rows, user_metrics = self._exchange(numbers, rollouts, table, error)
+        failures = sum(row.failed for row in rows)
+        if failures > settings.max_failed_share * len(rows):
+            raise RewardError(_too_many_failures(failures, len(rows), settings.max_failed_share, table))
+        outcome = _advantages(rows, settings)
+        metrics = _metrics(rows, outcome, self.rewards.names)
+        metrics.merge(user_metrics)
+        position_of = {row.number: position for position, row in enumerate(rows)}
+        positions = [position_of[number] for number in numbers]
+        return RolloutResult(
+            samples={
+                number: _sample(rollout, position, outcome, settings)
+                for number, rollout, position in zip(numbers, rollouts, positions, strict=True)
+            },
+            groups=_groups(rollouts, positions, outcome),
+            extras=table.extras,
+            metrics=metrics,
+            seconds_generating=generated - started,
+            seconds_rewarding=rewarded - generated,
+        )
+
+    def _generate(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], group_size: int, sampling: SamplingSpec, purpose: str
+    ) -> list[Completion]:
+        """This rank's completions, in the order of `numbers`."""
+        places: dict[int, list[int]] = {}
+        for number in numbers:
+            places.setdefault(number // group_size, []).append(number % group_size)
+        requests = [
+            GenerationRequest(
+                prompts[index],
+                tuple(completion_seed(self.run_seed, purpose, prompts[index].id, place) for place in group_places),
+            )
+            for index, group_places in places.items()
+        ]
+        results = self.engine.generate(requests, sampling)
+        by_number = {
+            index * group_size + place: completion
+            for (index, group_places), group in zip(places.items(), results, strict=True)
+            for place, completion in zip(group_places, group, strict=True)
+        }
+        return [by_number[number] for number in numbers]
+
+    def _score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], trainer_state: Any
+    ) -> tuple[RewardTable, RewardError | None]:
+        """The scores of this rank, and the error, which is raised only after all ranks know of it."""
+        columns = reward_columns(prompts)
+        answers = [
+            [{"role": "assistant", "content": completion.text}] if prompt.is_conversational else completion.text
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        try:
+            return (
+                self.rewards.score(
+                    prompts=[prompt.content for prompt in prompts],
+                    completions=answers,
+                    completion_ids=[list(completion.token_ids) for completion in completions],
+                    columns=columns,
+                    trainer_state=trainer_state,
+                    prompt_texts=[self.prompt_text(prompt) for prompt in prompts],
+                ),
+                None,
+            )
+        except RewardError as error:
+            return _all_failed(self.rewards.names, len(completions)), error
+
+    def _exchange(
+        self, numbers: Sequence[int], rollouts: Sequence[Rollout], table: RewardTable, error: RewardError | None
+    ) -> tuple[list[_Row], MetricSums]:
+        """The rows of all ranks by completion number, and what reward functions logged on any of them."""
+        own_rows = [
+            _Row(
+                number=number,
+                prompt_id=rollout.prompt.id,
+                prompt_tokens=len(rollout.prompt.token_ids),
+                completion_tokens=len(rollout.completion.token_ids),
+                truncated=rollout.completion.is_truncated,
+                scores=rollout.scores,
+                statuses=rollout.statuses,
+            )
+            for number, rollout in zip(numbers, rollouts, strict=True)
+        ]
+        # One collective that every rank enters whatever its reward functions did: no rank can be left waiting.
+        gathered: list[Any] = self.all_gather((own_rows, table.metrics, None if error is None else str(error)))
+        for _, _, message in gathered:
+            if message is not None:
+                raise error or RewardError(message)
+        rows = sorted((row for rank_rows, _, _ in gathered for row in rank_rows), key=lambda row: row.number)
+        user_metrics = MetricSums()
+        for _, metrics, _ in gathered:
+            for name, values in metrics.items():
+                for value in values:
+                    user_metrics.add(name, value)
+        return rows, user_metrics
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Per row, in order of completion number."""
+
+    rewards: list[float | None]
+    advantages: list[float]
+    live: list[bool]
+    group_std: list[float]
+
+
+def _advantages(rows: Sequence[_Row], settings: AdvantageSettings) -> _Outcome:
+    scores = torch.tensor(
+        [[float("nan") if score is None else score for score in row.scores] for row in rows], dtype=torch.float64
+    )
+    result = compute_advantages(
+        scores,
+        [row.prompt_id for row in rows],
+        weights=settings.weights,
+        scale=settings.scale,
+        aggregation=settings.aggregation,
+        failed=torch.tensor([row.failed for row in rows]),
+    )
+    rewards = [value if scored else None for value, scored in zip(result.rewards.tolist(), result.scored.tolist(), strict=True)]
+    return _Outcome(rewards, result.advantages.tolist(), result.live.tolist(), result.group_std.tolist())
+
+
+def _sample(rollout: Rollout, position: int, outcome: _Outcome, settings: AdvantageSettings) -> Sample:
+    masked = settings.mask_truncated and rollout.completion.is_truncated
+    return Sample(
+        prompt_ids=rollout.prompt.token_ids,
+        completion_ids=rollout.completion.token_ids,
+        advantage=outcome.advantages[position],
+        has_loss=rollout.is_scored and not masked,
+        group_is_live=outcome.live[position],
+        behavior_logprobs=rollout.completion.behavior_logprobs,
+        entropies=rollout.completion.entropies,
+    )
+
+
+def _groups(rollouts: Sequence[Rollout], positions: Sequence[int], outcome: _Outcome) -> tuple[Group, ...]:
+    return tuple(
+        Group(
+            prompt=rollouts[members[0]].prompt,
+            rollouts=tuple(rollouts[member] for member in members),
+            rewards=tuple(outcome.rewards[positions[member]] for member in members),
+            advantages=tuple(outcome.advantages[positions[member]] for member in members),
+        )
+        for members in group_by_prompt(rollouts).values()
+    )
+
+
+def _metrics(rows: Sequence[_Row], outcome: _Outcome, names: Sequence[str]) -> MetricSums:
+    metrics = MetricSums()
+    _length_metrics(metrics, rows)
+    _reward_metrics(metrics, rows, outcome, names)
+    _signal_metrics(metrics, rows, outcome)
+    return metrics
+
+
+def _length_metrics(metrics: MetricSums, rows: Sequence[_Row]) -> None:
+    lengths = [row.completion_tokens for row in rows]
+    _add_distribution(metrics, "completions/{}_length", lengths)
+    _add_distribution(metrics, "completions/{}_terminated_length", [row.completion_tokens for row in rows if not row.truncated])
+    metrics.add("completions/clipped_ratio", sum(row.truncated for row in rows) / len(rows), len(rows))
+
+
+def _reward_metrics(metrics: MetricSums, rows: Sequence[_Row], outcome: _Outcome, names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        scores = [score for row in rows if (score := row.scores[index]) is not None]
+        if scores:
+            metrics.add(f"rewards/{name}/mean", sum(scores) / len(scores), len(scores))
+            metrics.add(f"rewards/{name}/std", _std(scores), len(scores))
+        for status, label in ((RewardStatus.FAILED, "failed"), (RewardStatus.ABSTAINED, "abstained")):
+            share = sum(row.statuses[index] is status for row in rows) / len(rows)
+            metrics.add(f"rewards/{name}/{label}_share", share, len(rows))
+    totals = [reward for reward in outcome.rewards if reward is not None]
+    if totals:
+        metrics.add("reward", sum(totals) / len(totals), len(totals))
+        metrics.add("reward_std", _std(totals), len(totals))
+
+
+def _signal_metrics(metrics: MetricSums, rows: Sequence[_Row], outcome: _Outcome) -> None:
+    live_of_group = {row.prompt_id: live for row, live in zip(rows, outcome.live, strict=True)}
+    std_of_group = {row.prompt_id: std for row, std in zip(rows, outcome.group_std, strict=True) if std == std}
+    count = len(live_of_group)
+    live_share = sum(live_of_group.values()) / count
+    metrics.add("frac_reward_zero_std", 1.0 - live_share, count)
+    metrics.add("live_group_share", live_share, count)
+    if std_of_group:
+        metrics.add("reward_within_group_std", sum(std_of_group.values()) / len(std_of_group), len(std_of_group))
+
+
+def _add_distribution(metrics: MetricSums, pattern: str, values: Sequence[int]) -> None:
+    if values:
+        metrics.add(pattern.format("mean"), sum(values) / len(values), len(values))
+        metrics.add_min(pattern.format("min"), float(min(values)))
+        metrics.add_max(pattern.format("max"), float(max(values)))
+
+
+def _std(values: Sequence[float]) -> float:
+    """Bessel's standard deviation, 0 for a single value."""
+    return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
+
+
+def _all_failed(names: tuple[str, ...], count: int) -> RewardTable:
+    """Stands in for the scores of a rank whose reward functions broke the contract; nothing is trained on it."""
+    scores: tuple[float | None, ...] = (None,) * len(names)
+    statuses = (RewardStatus.FAILED,) * len(names)
+    return RewardTable(names, [scores] * count, [statuses] * count, (), {}, {}, dict.fromkeys(names, 0.0))
+
+
+def _too_many_failures(failures: int, count: int, limit: float, table: RewardTable) -> str:
+    details = "; ".join(f"{failure.name}: {failure.kind}, {failure.message}" for failure in table.failures[:3])
+    return (
+        f"{failures} of {count} completions have a failed reward ({failures / count:.0%}), more than "
+        f"max_failed_reward_share={limit:.0%}. {details or 'The failures happened on another rank.'} Mend the reward "
+        "function, let it return None where it does not apply, or raise max_failed_reward_share."
+    )
+

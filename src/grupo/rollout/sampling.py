@@ -1,0 +1,101 @@
+"""Drawing one token per row from logits. R rows, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grupo.sampling import SamplingSpec
+
+
+class Draw(NamedTuple):
+    """What one decode step yields, each (R,)."""
+
+    token_ids: Tensor
+    behavior_logprobs: Tensor
+    """Nats, under the tempered full softmax."""
+    sampled_logprobs: Tensor
+    """Nats, under the distribution that was really drawn from."""
+    entropies: Tensor
+    """Nats, of the tempered full softmax."""
+
+
+def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tensor | None = None) -> Draw:
+    """Draws by inverse CDF.
+
+    Args:
+        logits: (R, V), any float dtype; computed in float32.
+        uniforms: (R,) float64 in [0, 1), one number per row; not read when greedy.
+        seen: (R, V) bool, tokens of prompt and completion so far; needed for a repetition penalty.
+    """
+    logits = logits.float()
+    temperature = spec.temperature if spec.temperature > 0 else 1.0
+    log_probs = torch.log_softmax(logits / temperature, dim=-1)
+    probs = log_probs.exp()
+    entropies = -(probs * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
+    sampled_log_probs = log_probs
+    if _changes_distribution(spec):
+        sampled_log_probs = truncated_log_probs(logits, spec, seen)
+        probs = sampled_log_probs.exp()
+    if spec.temperature == 0:
+        token_ids = sampled_log_probs.argmax(-1)
+    else:
+        token_ids = _inverse_cdf(probs, uniforms)
+    index = token_ids.unsqueeze(-1)
+    return Draw(
+        token_ids,
+        log_probs.gather(-1, index).squeeze(-1),
+        sampled_log_probs.gather(-1, index).squeeze(-1),
+        entropies,
+    )
+
+
+def _changes_distribution(spec: SamplingSpec) -> bool:
+    return bool(spec.top_k or spec.top_p < 1.0 or spec.min_p or spec.repetition_penalty != 1.0)
+
+
+def truncated_log_probs(logits: Tensor, spec: SamplingSpec, seen: Tensor | None = None) -> Tensor:
+    """(R, V) log-probs after repetition penalty, temperature, top-k, top-p and min-p, in transformers' order.
+
+    Tokens outside the kept support get -inf. At least one token is always kept.
+    """
+    if spec.repetition_penalty != 1.0:
+        if seen is None:
+            raise AssertionError("a repetition penalty needs the tokens seen so far")
+        penalised = torch.where(logits < 0, logits * spec.repetition_penalty, logits / spec.repetition_penalty)
+        logits = torch.where(seen, penalised, logits)
+    if spec.temperature > 0:
+        logits = logits / spec.temperature
+    if spec.top_k and spec.top_k < logits.shape[-1]:
+        kth = logits.topk(spec.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if spec.top_p < 1.0:
+        logits = _keep_nucleus(logits, spec.top_p)
+    if spec.min_p:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < spec.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Keeps the smallest set of most likely tokens whose probability reaches `top_p`."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    probs = ordered.softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    ordered = ordered.masked_fill(mass_before >= top_p, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter(-1, order, ordered)
+
+
+def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """(R,) indices: the first whose cumulative probability exceeds the uniform number."""
+    cumulative = probs.cumsum(-1)
+    total = cumulative[:, -1:]
+    threshold = uniforms.to(probs.dtype).unsqueeze(-1) * total
+    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    # Rounding can put the threshold at the total, past every token of positive probability.
+    most_likely = probs.argmax(-1)
+    index_in_range = index.clamp_max(probs.shape[-1] - 1)
+    drawn = probs.gather(-1, index_in_range.unsqueeze(-1)).squeeze(-1)
+    return torch.where((index < probs.shape[-1]) & (drawn > 0), index_in_range, most_likely)

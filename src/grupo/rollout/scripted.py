@@ -1,0 +1,55 @@
+"""An engine that replays given token ids: for tests, and for training on completions made elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from grupo.errors import DataError
+from grupo.records import Completion, FinishReason, Prompt
+from grupo.rollout.engine import GenerationRequest
+from grupo.sampling import SamplingSpec
+
+Script = Callable[[Prompt, int], Sequence[int]]
+
+
+class ScriptedEngine:
+    """Replays token ids instead of sampling.
+
+    Args:
+        script: called with the prompt and the place of the completion in its group; returns the token ids. What comes
+            after the first stop token, or after `max_new_tokens`, is cut off, as an engine that samples would never
+            have produced it.
+        decode: token ids to text without special tokens.
+        stop_token_ids: every id that ends a completion.
+
+    Raises:
+        DataError: the script returned no tokens.
+    """
+
+    def __init__(self, script: Script, *, decode: Callable[[list[int]], str], stop_token_ids: Sequence[int]) -> None:
+        self.script = script
+        self.decode = decode
+        self.stop_token_ids = tuple(stop_token_ids)
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
+        return [
+            [self._replay(request.prompt, place, sampling) for place in range(len(request.seeds))]
+            for request in requests
+        ]
+
+    def _replay(self, prompt: Prompt, place: int, sampling: SamplingSpec) -> Completion:
+        token_ids = [int(token) for token in self.script(prompt, place)]
+        stop_ids = {*self.stop_token_ids, *sampling.stop_token_ids}
+        end = next((index + 1 for index, token in enumerate(token_ids) if token in stop_ids), None)
+        stopped = end is not None and end <= sampling.max_new_tokens
+        token_ids = token_ids[: end if stopped else sampling.max_new_tokens]
+        if not token_ids:
+            raise DataError(
+                f"The script returned no tokens for completion {place} of prompt {prompt.id}. A completion needs at "
+                "least one token; return the stop token for an empty answer."
+            )
+        return Completion(
+            token_ids=tuple(token_ids),
+            text=self.decode(token_ids),
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+        )

@@ -1,0 +1,68 @@
+"""From samples to micro-batches: the only place that pads and builds masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from grupo.records import MicroBatch, Sample
+
+
+def micro_batches(samples: Sequence[Sample], rows_per_batch: int) -> Iterator[list[Sample]]:
+    """Rows of similar length together, so that little is padded. Losses do not depend on the order or on the cuts."""
+    ordered = sorted(samples, key=lambda sample: len(sample.prompt_ids) + len(sample.completion_ids), reverse=True)
+    for start in range(0, len(ordered), rows_per_batch):
+        yield ordered[start : start + rows_per_batch]
+
+
+def collate(
+    samples: Sequence[Sample], *, pad_token_id: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> MicroBatch:
+    """Pads rows on the right, prompt and completion without a gap. `dtype` is that of all numbers but token ids."""
+    completions = [sample.completion_ids for sample in samples]
+    rows = [(*sample.prompt_ids, *sample.completion_ids) for sample in samples]
+    completion_lengths = torch.tensor([len(ids) for ids in completions])
+    completion_mask = _length_mask(completion_lengths)
+    has_loss = torch.tensor([sample.has_loss for sample in samples])
+    batch = MicroBatch(
+        input_ids=_pad_right(rows, pad_token_id, torch.long),
+        lengths=torch.tensor([len(row) for row in rows]),
+        prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples]),
+        completion_ids=_pad_right(completions, pad_token_id, torch.long),
+        completion_mask=completion_mask,
+        loss_mask=completion_mask & has_loss[:, None],
+        advantages=torch.tensor([sample.advantage for sample in samples], dtype=dtype),
+        live_groups=torch.tensor([sample.group_is_live for sample in samples]),
+        behavior_logprobs=_pad_optional([sample.behavior_logprobs for sample in samples], dtype),
+        old_logprobs=_pad_optional([sample.old_logprobs for sample in samples], dtype),
+        reference_logprobs=_pad_optional([sample.reference_logprobs for sample in samples], dtype),
+    )
+    return to_device(batch, device)
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same micro-batch on another device; every field, by iterating over them."""
+    fields = {name: getattr(batch, name) for name in MicroBatch.__dataclass_fields__}
+    return MicroBatch(**{name: value if value is None else value.to(device) for name, value in fields.items()})
+
+
+def _length_mask(lengths: Tensor) -> Tensor:
+    """(B, T) bool, True on the first `lengths` positions of each row."""
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _pad_right(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
+    longest = max(len(row) for row in rows)
+    padded = torch.full((len(rows), longest), value, dtype=dtype)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.tensor(row, dtype=dtype)
+    return padded
+
+
+def _pad_optional(rows: Sequence[Sequence[float] | None], dtype: torch.dtype) -> Tensor | None:
+    present = [row for row in rows if row is not None]
+    if len(present) < len(rows):
+        return None
+    return _pad_right(present, 0.0, dtype)

@@ -1,0 +1,277 @@
+"""The gradient of one optimizer step: micro-batches over denominators that are computed once for the whole step.
+
+B rows, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from grupo.algo.entropy import entropy_threshold
+from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
+from grupo.metrics import AllGather, MetricSums
+from grupo.models.reference import ReferencePolicy
+from grupo.records import MicroBatch, Sample
+from grupo.scoring.batch import collate, micro_batches
+from grupo.scoring.scorer import Scorer, Scores
+
+
+class Ranks(Protocol):
+    """What the update needs from `accelerate.Accelerator`."""
+
+    num_processes: int
+    device: torch.device
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]: ...
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one call left behind, besides the gradients."""
+
+    loss: Tensor
+    """Scalar; its mean over ranks is the loss of the step."""
+    metrics: MetricSums
+    """Of this rank only."""
+    totals: StepTotals
+    entropy_sum: float
+    """Nats, over the tokens that the entropy bonus acts on, this rank only; 0 without a bonus."""
+    seconds: float
+
+
+class PolicyUpdate:
+    """Computes the gradient of one optimizer step on the samples of this rank.
+
+    The gradient is the same however the step is cut into micro-batches or dealt to ranks: every loss is a sum over the
+    denominators of the whole step. Rows without any gradient are left out of forward and backward, but stay in the
+    denominators.
+
+    Args:
+        all_gather: one object from each rank, in rank order.
+        autocast: context of the policy's forward.
+        dtype: of the numbers beside the token ids; float64 for a float64 model.
+    """
+
+    def __init__(
+        self,
+        *,
+        scorer: Scorer,
+        objective: Objective,
+        ranks: Ranks,
+        rows_per_batch: int,
+        pad_token_id: int,
+        all_gather: AllGather,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        dtype: torch.dtype = torch.float32,
+        top_entropy_quantile: float = 1.0,
+        kl_on_dead_groups: bool = True,
+        has_entropy_bonus: bool = False,
+    ) -> None:
+        self.scorer = scorer
+        self.objective = objective
+        self.ranks = ranks
+        self.rows_per_batch = rows_per_batch
+        self.pad_token_id = pad_token_id
+        self.all_gather = all_gather
+        self.autocast = autocast
+        self.dtype = dtype
+        self.top_entropy_quantile = top_entropy_quantile
+        self.kl_on_dead_groups = kl_on_dead_groups
+        self.has_entropy_bonus = has_entropy_bonus
+
+    def __call__(self, model: nn.Module, samples: Sequence[Sample], *, entropy_coef: float = 0.0) -> UpdateResult:
+        """Leaves the step's gradients in the parameters of `model`, the module that the training step was given."""
+        started = time.perf_counter()
+        metrics = MetricSums()
+        threshold, entropy_tokens = self._entropy_threshold(model, samples)
+        totals = self._totals(samples, entropy_tokens)
+        working = [sample for sample in samples if self._has_gradient(sample)]
+        working_ids = {id(sample) for sample in working}
+        self._count_skipped(metrics, [sample for sample in samples if id(sample) not in working_ids])
+        effective = sum(len(sample.completion_ids) for sample in samples if sample.has_loss and sample.advantage != 0.0)
+        metrics.add_sum("effective_tokens", float(effective), 1.0 / self.ranks.num_processes)
+        batches = list(micro_batches(working, self.rows_per_batch))
+        # Every rank makes the same number of passes, or the ranks that wait for its gradients would hang.
+        passes: int = max(self.all_gather(len(batches)))  # type: ignore[type-var]
+        loss = torch.zeros((), device=self.ranks.device)
+        entropy_sum = 0.0
+        for index in range(passes):
+            rows = batches[index] if index < len(batches) else [_without_loss(samples[0])]
+            last = index + 1 == passes
+            with contextlib.nullcontext() if last else self.ranks.no_sync(model):
+                batch = self._collate(rows)
+                scores, output = self._loss(model, batch, totals, threshold, entropy_coef)
+                # Gradients are averaged over ranks; the loss is a sum over them.
+                share = output.loss * self.ranks.num_processes
+                self.ranks.backward(share)
+            loss += share.detach()
+            _add_loss_metrics(metrics, output)
+            _add_gap(metrics, batch, scores.logprobs.detach())
+            metrics.add_sum("padding_share", float(batch.input_ids.numel() - batch.lengths.sum()), batch.input_ids.numel())
+            if self.has_entropy_bonus:
+                entropy_sum += _entropy_above(scores, batch, threshold)
+        if passes == 0:
+            _zero_gradients(model)
+        return UpdateResult(loss, metrics, totals, entropy_sum, time.perf_counter() - started)
+
+    def score_window(
+        self, model: nn.Module, samples: Sequence[Sample], *, with_old: bool, reference: ReferencePolicy | None
+    ) -> list[Sample]:
+        """The samples with the log-probs that stay fixed while their window is trained on."""
+        if not with_old and reference is None:
+            return list(samples)
+        old = self._logprob_rows(model, samples) if with_old else None
+        frozen = None
+        if reference is not None:
+            with reference.active():
+                frozen = self._logprob_rows(model, samples)
+        return [
+            dataclasses.replace(
+                sample,
+                old_logprobs=old[index] if old is not None else sample.old_logprobs,
+                reference_logprobs=frozen[index] if frozen is not None else sample.reference_logprobs,
+            )
+            for index, sample in enumerate(samples)
+        ]
+
+    @torch.no_grad()
+    def _logprob_rows(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Log-probs of every sample, in order."""
+        order = {id(sample): index for index, sample in enumerate(samples)}
+        results: list[tuple[float, ...]] = [()] * len(samples)
+        for rows in micro_batches(samples, self.rows_per_batch):
+            batch = self._collate(rows)
+            with self.autocast():
+                logprobs = self.scorer.score(model, batch).logprobs.tolist()
+            for sample, values in zip(rows, logprobs, strict=True):
+                results[order[id(sample)]] = tuple(values[: len(sample.completion_ids)])
+        return results
+
+    def _loss(
+        self,
+        model: nn.Module,
+        batch: MicroBatch,
+        totals: StepTotals,
+        threshold: Tensor | None,
+        entropy_coef: float,
+    ) -> tuple[Scores, LossOutput]:
+        with self.autocast():
+            scores = self.scorer.score(model, batch, with_entropy=True)
+        output = self.objective(
+            LossInputs(
+                policy_logprobs=scores.logprobs,
+                advantages=batch.advantages,
+                mask=batch.loss_mask,
+                old_logprobs=batch.old_logprobs,
+                reference_logprobs=batch.reference_logprobs,
+                behavior_logprobs=batch.behavior_logprobs,
+                entropy=scores.entropy,
+                entropy_threshold=threshold,
+                kl_rows=None if self.kl_on_dead_groups else batch.live_groups,
+            ),
+            totals,
+            entropy_coef=entropy_coef,
+        )
+        return scores, output
+
+    def _collate(self, rows: Sequence[Sample]) -> MicroBatch:
+        return collate(rows, pad_token_id=self.pad_token_id, device=self.ranks.device, dtype=self.dtype)
+
+    def _count_skipped(self, metrics: MetricSums, skipped: Sequence[Sample]) -> None:
+        """Rows that were not computed still count: in the entropy by the engine's value, in the clip shares as not
+        clipped, which a row without advantage never is."""
+        counted = [sample for sample in skipped if sample.has_loss]
+        for sample in counted:
+            if sample.entropies is not None:
+                metrics.add_sum("entropy", float(sum(sample.entropies)), float(len(sample.entropies)))
+        if counted:
+            mask = collate(counted, pad_token_id=self.pad_token_id, device=torch.device("cpu")).loss_mask
+            on_policy = dataclasses.replace(self.objective, beta=0.0, off_policy_mask_threshold=None)
+            output = on_policy(
+                LossInputs(torch.zeros(mask.shape), torch.zeros(mask.shape[0]), mask), StepTotals(1, 1, 1)
+            )
+            shares = {name: pair for name, pair in output.sums.items() if "clip" in name}
+            _add_loss_metrics(metrics, dataclasses.replace(output, sums=shares))
+
+    def _has_gradient(self, sample: Sample) -> bool:
+        """Whether any term of the loss has a coefficient other than zero on this row."""
+        if not sample.has_loss:
+            return False
+        has_kl = self.objective.beta != 0.0 and (self.kl_on_dead_groups or sample.group_is_live)
+        return sample.advantage != 0.0 or has_kl or self.has_entropy_bonus
+
+    def _totals(self, samples: Sequence[Sample], entropy_tokens: int | None) -> StepTotals:
+        """Denominators of the step over all ranks. Rows without loss are in none of them."""
+        counted = [sample for sample in samples if sample.has_loss]
+        own = (sum(len(sample.completion_ids) for sample in counted), len(counted))
+        everywhere: list[Any] = self.all_gather(own)
+        tokens, rows = (sum(column) for column in zip(*everywhere, strict=True))
+        return StepTotals(tokens, rows, entropy_tokens=tokens if entropy_tokens is None else entropy_tokens)
+
+    @torch.no_grad()
+    def _entropy_threshold(self, model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor | None, int | None]:
+        """The entropy that the top share of the step's tokens reaches, and how many reach it, over all ranks.
+
+        Needs a pass of its own: no threshold of one micro-batch would be that of the step.
+        """
+        if self.top_entropy_quantile >= 1.0:
+            return None, None
+        values = [torch.zeros(0, dtype=self.dtype)]
+        for rows in micro_batches([sample for sample in samples if sample.has_loss], self.rows_per_batch):
+            batch = self._collate(rows)
+            with self.autocast():
+                entropy = self.scorer.score(model, batch, with_entropy=True).entropy
+            assert entropy is not None
+            values.append(entropy[batch.loss_mask].cpu())
+        gathered: list[Any] = self.all_gather(torch.cat(values))
+        everywhere = torch.cat(gathered)
+        threshold = entropy_threshold(everywhere, self.top_entropy_quantile)
+        return threshold.to(self.ranks.device), int((everywhere >= threshold).sum())
+
+
+def _entropy_above(scores: Scores, batch: MicroBatch, threshold: Tensor | None) -> float:
+    """Sum of the entropies, in nats, of the tokens that the entropy bonus acts on."""
+    assert scores.entropy is not None
+    entropy = scores.entropy.detach()
+    acting = batch.loss_mask if threshold is None else batch.loss_mask & (entropy >= threshold)
+    return float(entropy[acting].sum())
+
+
+def _add_loss_metrics(metrics: MetricSums, output: LossOutput) -> None:
+    for name, (numerator, denominator) in output.sums.items():
+        metrics.add_sum(name, float(numerator), float(denominator))
+    for name, value in output.extremes.items():
+        number = float(value)
+        if abs(number) != float("inf"):
+            (metrics.add_max if name.endswith("max") else metrics.add_min)(name, number)
+
+
+def _add_gap(metrics: MetricSums, batch: MicroBatch, logprobs: Tensor) -> None:
+    """How far the engine's log-probs are from ours, on the policy that sampled; only there are both known."""
+    if batch.behavior_logprobs is None:
+        return
+    scored = logprobs if batch.old_logprobs is None else batch.old_logprobs
+    gap = (scored - batch.behavior_logprobs).abs()[batch.completion_mask]
+    metrics.add_sum("sampling/logprob_gap", float(gap.sum()), float(gap.numel()))
+
+
+def _without_loss(sample: Sample) -> Sample:
+    return dataclasses.replace(sample, has_loss=False)
+
+
+def _zero_gradients(model: nn.Module) -> None:
+    """Zero gradients, not missing ones: the optimizer's momentum and weight decay act as they would have."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)

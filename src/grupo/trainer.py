@@ -1,0 +1,629 @@
+"""`GRPOTrainer`: one GRPO step per optimizer step, on top of `transformers.Trainer`.
+
+The base class keeps what is not GRPO: optimizer, schedule, callbacks, reporters, checkpoints, Hub. Its data loader yields
+tickets, the numbers of the optimizer steps of an epoch, and `training_step` does a whole step: roll out when the window
+is used up, then leave the step's gradients. There is no loss, mask or reward arithmetic in this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
+
+from grupo.algo.entropy import EntropyController
+from grupo.algo.losses import Objective
+from grupo.config import GRPOConfig
+from grupo.data.prompts import PromptStream, PromptTokenizer, TokenizedRow, apply_length_policy, tokenize_rows
+from grupo.errors import ConfigError, TrainingError, UnsupportedError
+from grupo.metrics import MetricSums, merged, prefixed
+from grupo.models.load import (
+    add_adapter,
+    check_trainable,
+    context_length,
+    load_policy,
+    load_tokenizer,
+    name_of,
+    stop_token_ids,
+)
+from grupo.models.reference import ReferencePolicy
+from grupo.records import Sample
+from grupo.rewards.runner import RewardRunner
+from grupo.rollout.collect import AdvantageSettings, RolloutCollector, RolloutResult
+from grupo.rollout.deal import deal
+from grupo.rollout.engine import Engine
+from grupo.rollout.local import LocalEngine
+from grupo.runs.folder import RunFolder, manifest
+from grupo.scoring.scorer import Scorer, dropout_off
+from grupo.scoring.update import PolicyUpdate, UpdateResult
+from grupo.step_plan import StepPlan
+
+logger = logging.getLogger("grupo")
+
+RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]]
+
+# What the controllers need to go on from a checkpoint.
+STATE_NAME = "grupo_state.pt"
+
+
+class GRPOTrainer(Trainer):
+    """Trains a causal language model with Group Relative Policy Optimization (arXiv:2402.03300).
+
+    Takes the keyword arguments of TRL's GRPOTrainer. `trainer.config` is the configuration as it was given;
+    `trainer.args` is a copy in which accumulation is 1, because the base class sees one item per optimizer step.
+
+    Args:
+        model: a model, a PEFT model, or the name or path of one (loaded with `args.model_init_kwargs`).
+        reward_funcs: one or more functions of the completions; see `grupo.rewards`.
+        args: the configuration; by default `GRPOConfig()` with an output folder named after the model.
+        train_dataset: rows with a column `prompt` (text or messages); other columns go to the reward functions.
+        eval_dataset: the same, or a dict of such; used by `evaluate()`.
+        processing_class: the tokenizer; by default the model's own.
+        peft_config: wraps the model in a fresh adapter.
+        quantization_config: for a model that is loaded here.
+        engine: what samples completions; by default the model itself, in this process.
+
+    Raises:
+        ConfigError, DataError, RewardError: before the first step, with what to set instead.
+        TrainingError: during training, when going on would be worse than stopping.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: RewardFunctions | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
+        tokenizer: Any = None,
+        engine: Engine | None = None,
+    ) -> None:
+        _refuse_unsupported(
+            reward_processing_classes=reward_processing_classes,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        if args is None:
+            name = model if isinstance(model, str) else name_of(model)
+            args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
+        if not isinstance(args, GRPOConfig):
+            raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
+        self.config = args
+        if tokenizer is not None:
+            logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
+            processing_class = processing_class or tokenizer
+        self.rewards = _reward_runner(reward_funcs, args)
+        # What can be refused without the model is refused before it is loaded.
+        self.plan = StepPlan.from_config(args, num_prompts=None if train_dataset is None else _length(train_dataset))
+        self._check_columns(train_dataset, eval_dataset)
+
+        set_seed(args.seed)
+        if isinstance(model, str):
+            model = load_policy(
+                model,
+                args.model_init_kwargs,
+                trust_remote_code=args.trust_remote_code,
+                quantization_config=quantization_config,
+            )
+        elif args.model_init_kwargs or quantization_config is not None:
+            raise ConfigError(
+                "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
+                "given. Pass the model's name, or load it with these arguments yourself."
+            )
+        if peft_config is not None:
+            model = add_adapter(model, peft_config)
+        self.trainable_parameters, self.total_parameters = check_trainable(model)
+        if processing_class is None:
+            processing_class = load_tokenizer(model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code)
+        if not isinstance(processing_class, PreTrainedTokenizerBase):
+            raise UnsupportedError(
+                f"processing_class is {type(processing_class).__name__}; only tokenizers are supported so far, not the "
+                "processors of vision models."
+            )
+        self.tokenizer = processing_class
+        self.prompt_tokenizer = PromptTokenizer(processing_class, args.chat_template_kwargs)
+        self.stop_token_ids = stop_token_ids(processing_class, model)
+        self.train_rows = self._rows(train_dataset, model, "training") if train_dataset is not None else []
+        if train_dataset is not None:
+            self.plan = StepPlan.from_config(args, num_prompts=len(self.train_rows))
+
+        super().__init__(
+            model=model,
+            args=_one_item_per_step(args),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        # The loss is divided by the denominators of the whole step; nothing is left to divide.
+        self.model_accepts_loss_kwargs = False
+        self._prepare_checkpointing()
+        self.reference = ReferencePolicy(self.model) if args.beta != 0.0 else None
+        self.engine: Engine = engine or LocalEngine(
+            self.model, decode=self._decode, stop_token_ids=self.stop_token_ids
+        )
+        self.collector = RolloutCollector(
+            engine=self.engine,
+            rewards=self.rewards,
+            prompt_text=self.prompt_tokenizer.text,
+            all_gather=self._all_gather,
+            run_seed=args.seed,
+        )
+        self.entropy_controller = _entropy_controller(args)
+        self.policy_update = self._policy_update()
+        self.run_folder = RunFolder(args.output_dir, rank=self.args.process_index)
+        self._metrics = MetricSums()
+        self._window: tuple[int, list[list[Sample]]] | None = None
+        self._nonfinite_in_a_row = 0
+        self._windows_with_gap = 0
+        self._step_tokens = 0
+        self._told_about_loss = False
+
+    # ---- one GRPO step ---------------------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One GRPO step: roll out when the window is used up, then leave the step's gradients in `model`."""
+        started = time.perf_counter()
+        model.train()
+        if hasattr(self.optimizer, "train"):  # schedule-free optimizers
+            self.optimizer.train()
+        with dropout_off(self.model, enabled=not self.config.scoring_dropout):
+            samples = self._samples_of_step(model)
+            result = self.policy_update(model, samples, entropy_coef=self._entropy_coef())
+        self._drop_nonfinite_gradients()
+        self._record_update(samples, result, seconds=time.perf_counter() - started)
+        return result.loss
+
+    def _samples_of_step(self, model: nn.Module) -> list[Sample]:
+        """This rank's samples of the coming optimizer step, from the open window or a new one."""
+        window, step = divmod(self.state.global_step, self.plan.steps_per_rollout)
+        if self._window is None or self._window[0] != window:
+            if step != 0:
+                logger.warning(
+                    "Resuming inside a rollout window: the completions of window %d are sampled again, from the same "
+                    "prompts and the policy of step %d.", window, self.state.global_step,
+                )  # fmt: skip
+            self._window = (window, self._roll_out(model, window))
+        steps = self._window[1]
+        return steps[step % len(steps)]
+
+    def _roll_out(self, model: nn.Module, window: int) -> list[list[Sample]]:
+        """Collects the rollouts of a window and deals their samples to its optimizer steps."""
+        prompts = self.prompt_stream.window(window)
+        size = self.plan.completions_per_rollout * self.plan.rollouts_per_step
+        dealt = deal(
+            window_size=size,
+            step_size=self.plan.completions_per_step,
+            world_size=self.args.world_size,
+            rank=self.args.process_index,
+        )
+        own_numbers = sorted(number for numbers in dealt for number in numbers)
+        samples: dict[int, Sample] = {}
+        for index in range(self.plan.rollouts_per_step):
+            first = index * self.plan.completions_per_rollout
+            numbers = [n - first for n in own_numbers if first <= n < first + self.plan.completions_per_rollout]
+            chosen = prompts[index * self.plan.prompts_per_rollout : (index + 1) * self.plan.prompts_per_rollout]
+            result = self.collector.collect(
+                chosen,
+                numbers,
+                group_size=self.plan.num_generations,
+                sampling=self.config.sampling_spec(),
+                settings=_advantage_settings(self.config),
+                trainer_state=self.state,
+            )
+            self._record_rollout(result)
+            samples.update({number + first: sample for number, sample in result.samples.items()})
+        started = time.perf_counter()
+        scored = self.policy_update.score_window(
+            model,
+            [samples[number] for number in own_numbers],
+            with_old=self.plan.steps_per_rollout > 1,
+            reference=self.reference,
+        )
+        self._metrics.add("time/scoring", time.perf_counter() - started)
+        by_number = dict(zip(own_numbers, scored, strict=True))
+        return [[by_number[number] for number in numbers] for numbers in dealt]
+
+    def _entropy_coef(self) -> float:
+        return self.config.entropy_coef if self.entropy_controller is None else self.entropy_controller.applied_coef
+
+    def _drop_nonfinite_gradients(self) -> None:
+        """No optimizer step with NaN or infinite gradients; with fp16 the loss scaler sees to that itself."""
+        if self.accelerator.scaler is not None:
+            return
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        finite = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        self._metrics.add("nonfinite_step_share", 0.0 if finite else 1.0)
+        self._nonfinite_in_a_row = 0 if finite else self._nonfinite_in_a_row + 1
+        if finite:
+            return
+        # Missing gradients, not zeros: the optimizer then leaves weights, momentum and decay as they are.
+        self.model.zero_grad(set_to_none=True)
+        logger.warning("Step %d has non-finite gradients; they are dropped.", self.state.global_step + 1)
+        if self._nonfinite_in_a_row >= self.config.max_nonfinite_steps:
+            raise TrainingError(
+                f"{self._nonfinite_in_a_row} optimizer steps in a row had NaN or infinite gradients "
+                f"(max_nonfinite_steps={self.config.max_nonfinite_steps}); the weights are those before them. Lower "
+                f"learning_rate (now {self.config.learning_rate}), keep scale_rewards='group', and check that the model "
+                "computes finite logits in its dtype."
+            )
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The tickets of one epoch: the numbers of its optimizer steps, the same on every rank."""
+        if not self.train_rows:
+            raise ConfigError("Training needs a train_dataset.")
+        assert self.plan.steps_per_epoch is not None
+        return DataLoader(range(self.plan.steps_per_epoch), batch_size=1, collate_fn=_only)  # type: ignore[arg-type]
+
+    @property
+    def prompt_stream(self) -> PromptStream:
+        return PromptStream(
+            self.train_rows,
+            prompts_per_window=self.plan.prompts_per_rollout * self.plan.rollouts_per_step,
+            seed=self.config.data_seed if self.config.data_seed is not None else self.config.seed,
+            shuffle=self.config.shuffle_dataset,
+        )
+
+    def _rows(self, dataset: Any, model: Any, what: str) -> list[TokenizedRow]:
+        return apply_length_policy(
+            tokenize_rows(dataset, self.prompt_tokenizer),
+            max_prompt_length=self.config.max_prompt_length,
+            overlong_prompts=self.config.overlong_prompts,
+            max_completion_length=self.config.sampling_spec().max_new_tokens,
+            context_length=context_length(model),
+            what=what,
+        )
+
+    def _check_columns(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Reward functions find their columns, in every dataset, before anything is loaded."""
+        for dataset in [train_dataset, *_named_datasets(eval_dataset).values()]:
+            if dataset is not None and _length(dataset):
+                columns = getattr(dataset, "column_names", None) or list(dataset[0])
+                self.rewards.check_columns([name for name in columns if name != "prompt"])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    # ---- what the base class would count wrongly, as it sees tickets ------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """One ticket; nothing in it can be counted."""
+        return [ticket for _, ticket in zip(range(num_batches), epoch_iterator, strict=False)], None
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Completions per epoch."""
+        return len(dataloader) * self.plan.completions_per_step
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Completions per optimizer step."""
+        return self.plan.completions_per_step
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of the last step's forward and backward, by the usual 6 x parameters x tokens."""
+        return 6 * self._step_tokens * self.total_parameters
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Samples and scores completions for every evaluation prompt, each exactly once.
+
+        The random numbers are the same in every evaluation, so that two of them differ by the policy alone. Group size
+        and temperature are `num_generations_eval` and `temperature`.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if dataset is None:
+            raise ConfigError("Evaluation needs an eval_dataset: pass it to GRPOTrainer or to evaluate().")
+        if isinstance(dataset, Mapping):
+            metrics: dict[str, float] = {}
+            for name, part in dataset.items():
+                metrics.update(self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}"))
+            return metrics
+        self._check_columns(None, dataset)
+        started = time.perf_counter()
+        prompts = [row.draw(row.row) for row in self._rows(dataset, self.model, "evaluation")]
+        group_size = self.config.num_generations_eval or self.config.num_generations
+        result = self.collector.collect(
+            prompts,
+            _share(len(prompts) * group_size, self.args.world_size, self.args.process_index),
+            group_size=group_size,
+            sampling=self.config.sampling_spec(),
+            settings=_advantage_settings(self.config),
+            trainer_state=self.state,
+            purpose="eval",
+        )
+        self.run_folder.path.mkdir(parents=True, exist_ok=True)
+        self.run_folder.append_completions(
+            result.groups, step=self.state.global_step, reward_names=self.rewards.names, split=metric_key_prefix
+        )
+        seconds = time.perf_counter() - started
+        values = result.metrics.means()
+        values.update(runtime=seconds, prompts=float(len(prompts)), samples_per_second=len(prompts) * group_size / seconds)
+        output = prefixed(values, f"{metric_key_prefix}_")
+        self.log(output)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, output)
+        return output
+
+    # ---- logging -----------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.train`; opens the run folder first."""
+        resumed = bool(kwargs.get("resume_from_checkpoint") or (args and args[0]))
+        self.run_folder.start(resumed=resumed)
+        if not resumed:
+            self.run_folder.write_json(
+                "manifest.json",
+                manifest(
+                    seed=self.config.seed,
+                    model=self.model,
+                    model_name=name_of(self.model),
+                    plan=self.plan.describe(),
+                    trainable_parameters=self.trainable_parameters,
+                    parameters=self.total_parameters,
+                ),
+            )
+        for line in self.plan.describe():
+            logger.info("%s", line)
+        return super().train(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the metrics since the last log to a training log, and writes every log to `metrics.jsonl`."""
+        if "loss" in logs:
+            logs.update(self._metrics.means())
+            self._metrics.clear()
+            if not self._told_about_loss:
+                self._told_about_loss = True
+                logger.info("A loss near 0 is normal: advantages sum to zero in each group. Watch `reward`.")
+        logs["num_tokens"] = float(self.state.num_input_tokens_seen)
+        super().log(logs, start_time)
+        if self.run_folder.path.is_dir():
+            self.run_folder.append_metrics({"step": self.state.global_step, **logs})
+
+    def _record_rollout(self, result: RolloutResult) -> None:
+        metrics = result.metrics
+        metrics.add("time/generating", result.seconds_generating)
+        metrics.add("time/rewarding", result.seconds_rewarding)
+        self._metrics.merge(metrics)
+        self.run_folder.path.mkdir(parents=True, exist_ok=True)
+        self.run_folder.append_completions(
+            result.groups, step=self.state.global_step + 1, reward_names=self.rewards.names
+        )
+
+    def _record_update(self, samples: Sequence[Sample], result: UpdateResult, seconds: float) -> None:
+        tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
+        gathered: list[Any] = self._all_gather((result.metrics, result.entropy_sum, tokens))
+        step_metrics = merged(metrics for metrics, _, _ in gathered)
+        self._step_tokens = sum(tokens for _, _, tokens in gathered)
+        self.state.num_input_tokens_seen += self._step_tokens
+        self._check_sampler(step_metrics)
+        self._metrics.merge(step_metrics)
+        self._metrics.add("step_time", seconds)
+        self._metrics.add("time/updating", result.seconds)
+        self._metrics.add_sum("tokens_per_second", self._step_tokens, seconds)
+        if self.entropy_controller is not None:
+            self._metrics.add("entropy_coef", self.entropy_controller.coef)
+            self.entropy_controller.update(sum(entropy for _, entropy, _ in gathered), result.totals.entropy_tokens)
+        elif self.config.entropy_coef:
+            self._metrics.add("entropy_coef", self.config.entropy_coef)
+
+    def _check_sampler(self, metrics: MetricSums) -> None:
+        """The sampler must be the policy: warn, then stop, when its log-probs are not those of the trainer."""
+        gap = metrics.means().get("sampling/logprob_gap")
+        if gap is None or self.state.global_step % self.plan.steps_per_rollout:
+            return
+        self._windows_with_gap = self._windows_with_gap + 1 if gap > self.config.logprob_gap_stop else 0
+        if self._windows_with_gap >= 3:
+            raise TrainingError(
+                f"In three rollouts running the engine's log-probs were off by {gap:.2f} nats a token on average, more "
+                f"than logprob_gap_stop={self.config.logprob_gap_stop}: the completions do not come from the policy that "
+                "is trained. Usual causes: stale weights or a missing adapter in the engine, another temperature, or a "
+                "lower precision there."
+            )
+        if gap > self.config.logprob_gap_warn:
+            logger.warning(
+                "The engine's log-probs are off by %.3f nats a token on average (logprob_gap_warn=%s): rollouts and "
+                "scoring differ in precision, dropout or weights.", gap, self.config.logprob_gap_warn,
+            )  # fmt: skip
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Private in the base class, but `on_save` fires only after rotation and upload: too late to add a file."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self._own_state(), folder / STATE_NAME)
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = None if checkpoint is None else Path(checkpoint) / STATE_NAME
+        if path is not None and path.is_file():
+            self._load_own_state(torch.load(path, map_location=self.args.device, weights_only=True))
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "world_size": self.args.world_size,
+            "entropy_controller": None if self.entropy_controller is None else self.entropy_controller.state_dict(),
+            "reference": self.reference.state_dict() if self.reference and self.config.sync_ref_model else None,
+        }
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        if state["world_size"] != self.args.world_size:
+            raise ConfigError(
+                f"The checkpoint was written by {state['world_size']} processes, and this run has "
+                f"{self.args.world_size}. Start it with {state['world_size']}."
+            )
+        if self.entropy_controller is not None and state["entropy_controller"] is not None:
+            self.entropy_controller.load_state_dict(state["entropy_controller"])
+        if self.reference is not None and state["reference"] is not None:
+            self.reference.load_state_dict(state["reference"])
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    def _policy_update(self) -> PolicyUpdate:
+        scorer = Scorer(
+            self.model,
+            temperature=self.config.sampling_spec().temperature,
+            head_in_float32=self.config.cast_lm_head_to_fp32,
+        )
+        pad = self.tokenizer.pad_token_id
+        floats = {parameter.dtype for parameter in self.model.parameters()}
+        return PolicyUpdate(
+            scorer=scorer,
+            objective=_objective(self.config),
+            ranks=self.accelerator,
+            rows_per_batch=self.plan.micro_batch_size,
+            pad_token_id=0 if pad is None else pad,
+            all_gather=self._all_gather,
+            autocast=self.compute_loss_context_manager,
+            dtype=torch.float64 if torch.float64 in floats else torch.float32,
+            top_entropy_quantile=self.config.top_entropy_quantile,
+            kl_on_dead_groups=self.config.kl_on_dead_groups,
+            has_entropy_bonus=self.entropy_controller is not None or self.config.entropy_coef != 0.0,
+        )
+
+    def _prepare_checkpointing(self) -> None:
+        """Re-entrant checkpointing sees no input that needs a gradient when only adapters are trained."""
+        if self.args.gradient_checkpointing and hasattr(self.model, "enable_input_require_grads"):
+            embeddings = self.model.get_input_embeddings()
+            if not any(parameter.requires_grad for parameter in embeddings.parameters()):
+                self.model.enable_input_require_grads()
+
+    def _all_gather(self, item: object) -> list[object]:
+        return list(gather_object([item])) if self.args.world_size > 1 else [item]
+
+
+class _StepArguments(GRPOConfig):
+    """The arguments that the base class sees: accumulation 1. Files and reporters get the user's number."""
+
+    def to_dict(self) -> dict[str, Any]:
+        values = dict(super().to_dict())
+        values["gradient_accumulation_steps"] = self.__dict__["user_gradient_accumulation_steps"]
+        values.pop("user_gradient_accumulation_steps", None)
+        return values
+
+
+def _one_item_per_step(config: GRPOConfig) -> _StepArguments:
+    """A copy with accumulation 1. `dataclasses.replace` would run `__post_init__` again and reset accelerate."""
+    args = copy.copy(config)
+    args.__class__ = _StepArguments
+    args.__dict__["user_gradient_accumulation_steps"] = config.gradient_accumulation_steps
+    args.gradient_accumulation_steps = 1
+    return args  # type: ignore[return-value]
+
+
+def _refuse_unsupported(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(f"{name} is not supported by this version of grupo. Leave it out.")
+
+
+def _reward_runner(reward_funcs: RewardFunctions | None, config: GRPOConfig) -> RewardRunner:
+    if reward_funcs is None:
+        raise ConfigError("GRPOTrainer needs reward_funcs: one function, or a list of functions, of the completions.")
+    rewards = RewardRunner(reward_funcs, timeout=config.reward_timeout)
+    if config.reward_weights is not None and len(config.reward_weights) != len(rewards.names):
+        raise ConfigError(
+            f"reward_weights has {len(config.reward_weights)} numbers for {len(rewards.names)} reward functions "
+            f"({', '.join(rewards.names)}). Give one weight per function, in the same order."
+        )
+    return rewards
+
+
+def _advantage_settings(config: GRPOConfig) -> AdvantageSettings:
+    return AdvantageSettings(
+        weights=None if config.reward_weights is None else tuple(config.reward_weights),
+        scale=config.scale_rewards,
+        aggregation=config.multi_objective_aggregation,
+        mask_truncated=config.mask_truncated_completions,
+        max_failed_share=config.max_failed_reward_share,
+    )
+
+
+def _objective(config: GRPOConfig) -> Objective:
+    return Objective(
+        loss_type=config.loss_type,
+        importance_sampling_level=config.importance_sampling_level,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        delta=config.delta,
+        beta=config.beta,
+        use_bias_correction_kl=config.use_bias_correction_kl,
+        off_policy_mask_threshold=config.off_policy_mask_threshold,
+        sapo_temperature_neg=config.sapo_temperature_neg,
+        sapo_temperature_pos=config.sapo_temperature_pos,
+        vespo_k_pos=config.vespo_k_pos,
+        vespo_lambda_pos=config.vespo_lambda_pos,
+        vespo_k_neg=config.vespo_k_neg,
+        vespo_lambda_neg=config.vespo_lambda_neg,
+        max_completion_length=config.sampling_spec().max_new_tokens,
+    )
+
+
+def _entropy_controller(config: GRPOConfig) -> EntropyController | None:
+    if not config.use_adaptive_entropy:
+        return None
+    return EntropyController(
+        config.entropy_coef,
+        target=config.entropy_target,
+        delta=config.entropy_coef_delta,
+        minimum=config.entropy_coef_min,
+        maximum=config.entropy_coef_max,
+    )
+
+
+def _named_datasets(dataset: Any) -> Mapping[str, Any]:
+    return dataset if isinstance(dataset, Mapping) else {"": dataset}
+
+
+def _length(dataset: Any) -> int:
+    if not hasattr(dataset, "__len__"):
+        raise UnsupportedError(
+            f"The dataset is {type(dataset).__name__}, which has no length. Take a finite part of it first, for example "
+            "datasets.Dataset.from_list(list(dataset.take(10_000)))."
+        )
+    return len(dataset)
+
+
+def _share(count: int, world_size: int, rank: int) -> list[int]:
+    """The contiguous share of range(count) of one rank; shares differ by one at most."""
+    return list(range(count * rank // world_size, count * (rank + 1) // world_size))
+
+
+def _only(items: list[int]) -> int:
+    (item,) = items
+    return item

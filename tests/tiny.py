@@ -1,0 +1,61 @@
+"""Small real parts for tests: a random Llama, a character tokenizer, and engines that replay or never stop."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<u>{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+BOS_CHAT_TEMPLATE = "{{ bos_token }}" + CHAT_TEMPLATE
+SPECIALS = ["<s>", "</s>", "<pad>", "<u>", "<a>", "<end>"]
+VOCABULARY_SIZE = 128
+
+
+def tiny_tokenizer(
+    *, pad: str | None = "<pad>", bos: bool = True, adds_bos: bool = False, chat_template: str | None = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character or newline, plus special tokens."""
+    characters = [c for c in string.printable if c not in "\t\r\x0b\x0c"]
+    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *characters])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?[a-z]+>|[\s\S]"), "isolated")
+    if adds_bos:
+        core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])])
+    from tokenizers import decoders
+
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>" if bos else None,
+        eos_token="</s>",
+        pad_token=pad,
+        additional_special_tokens=["<u>", "<a>", "<end>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def tiny_model(*, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> LlamaForCausalLM:
+    """Two layers, about 27 thousand random parameters."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": tied,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **config})).to(dtype)
