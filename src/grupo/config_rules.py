@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import logging
 import math
 import numbers
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +85,7 @@ def _rename(old: str, value: Any, translated: dict[str, Any], defaults: Mapping[
     new = RENAMED_FIELDS[old]
     if value is not None and value != defaults[new]:
         _refuse_untreated(new, value, defaults[new], label=f"{old} (now {new})")
-    if old == "warmup_ratio" and value is not None and not 0 <= value < 1:
+    if old == "warmup_ratio" and isinstance(value, numbers.Real) and not 0 <= float(value) < 1:
         raise ConfigError(
             f"warmup_ratio={value!r}: a share of all optimizer steps is at least 0 and below 1. For a number of steps, "
             "set warmup_steps."
@@ -150,15 +149,19 @@ def check_choices(config: GRPOConfig) -> None:
 def check_choice(name: str, value: Any, options: Collection[str]) -> None:
     if isinstance(value, str) and value in options:
         return
+    hint = nearest(value, options)
+    if hint and len(options) > _MAX_LISTED:
+        raise ConfigError(f"{name}={value!r} is not an option of transformers.{hint}")
     listed = ", ".join(repr(option) for option in options)
-    raise ConfigError(f"{name}={value!r} is not one of {listed}.{nearest(value, options)}")
+    raise ConfigError(f"{name}={value!r} is not one of {listed}.{hint}")
 
+
+_MAX_LISTED = 12
 
 _TYPE_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
 
 
-@functools.lru_cache
-def _plain_types(config_class: Hashable) -> dict[str, tuple[type, ...]]:
+def plain_types(config_class: type[GRPOConfig]) -> dict[str, tuple[type, ...]]:
     """Field -> its types, for the fields whose types are all plain."""
     plain: dict[str, tuple[type, ...]] = {}
     for name, hint in typing.get_type_hints(config_class).items():
@@ -166,13 +169,15 @@ def _plain_types(config_class: Hashable) -> dict[str, tuple[type, ...]]:
         alternatives = typing.get_args(hint) if is_union else (hint,)
         if all(alternative in _TYPE_WORDS for alternative in alternatives):
             plain[name] = alternatives
+    # Meant for the user's own script, where True is as usual as a path.
+    del plain["resume_from_checkpoint"]
     return plain
 
 
-def check_types(config: GRPOConfig) -> None:
+def check_types(config: GRPOConfig, plain_types: Mapping[str, tuple[type, ...]]) -> None:
     """Flags that are text, numbers that are text, numbers that are not a number."""
     for field in dataclasses.fields(config):
-        allowed = _plain_types(type(config)).get(field.name)
+        allowed = plain_types.get(field.name)
         value = getattr(config, field.name)
         if allowed is None or any(_has_type(value, one) for one in allowed):
             continue
@@ -277,8 +282,7 @@ RANGES: dict[str, Range] = {
 """None is in range wherever the field's type allows it. top_p, top_k, min_p and repetition_penalty: SamplingSpec."""
 
 
-def check_ranges(config: GRPOConfig) -> None:
-    plain_types = _plain_types(type(config))
+def check_ranges(config: GRPOConfig, plain_types: Mapping[str, tuple[type, ...]]) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value is None:
@@ -331,9 +335,7 @@ EFFECTS: tuple[Effect, ...] = (
         ("loss_type",),
         f"by losses that clip the ratio: {', '.join(CLIPPED_LOSSES)}, cispo",
     ),
-    Effect(
-        ("sapo_temperature_neg", "sapo_temperature_pos"), _loss_is("sapo"), ("loss_type",), "with loss_type='sapo'"
-    ),
+    Effect(("sapo_temperature_neg", "sapo_temperature_pos"), _loss_is("sapo"), ("loss_type",), "with loss_type='sapo'"),
     Effect(
         ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
         _loss_is("vespo"),

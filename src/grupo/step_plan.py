@@ -263,11 +263,29 @@ def _too_few_prompts(numbers: _Numbers) -> str | None:
 
 
 def _advice(numbers: _Numbers) -> str:
-    """Settings that fit, one changed number each."""
+    """Settings that fit: one changed number each, else a set of them, else the size of a dataset that would do."""
     settings = [f"{name}={value}" for name, value in _fitting_changes(numbers)]
-    if not settings:
-        return "No change of a single batch setting fits; see docs/config.md for the rules."
-    return f"Any one of these fits: {', '.join(settings[:_MAX_SUGGESTIONS])}."
+    if len(settings) == 1:
+        return f"This fits: {settings[0]}."
+    if settings:
+        return f"Any one of these fits: {', '.join(settings[:_MAX_SUGGESTIONS])}."
+    group, processes = numbers.num_generations, numbers.world_size
+    smallest = replace(
+        numbers,
+        per_device_train_batch_size=group // math.gcd(group, processes),
+        gradient_accumulation_steps=1,
+        steps_per_generation=None,
+        generation_batch_size=None,
+    )
+    if _misfit(smallest) is not None:
+        return (
+            f"With num_generations={group} on {_count(processes, 'process')} it takes at least "
+            f"{_count(processes // math.gcd(group, processes), 'prompt')}."
+        )
+    return (
+        f"These fit together: per_device_train_batch_size={smallest.per_device_train_batch_size}, "
+        "gradient_accumulation_steps=1, steps_per_generation=None, generation_batch_size=None."
+    )
 
 
 def _fitting_changes(numbers: _Numbers) -> Iterator[tuple[str, int | None]]:
@@ -281,7 +299,6 @@ def _fitting_changes(numbers: _Numbers) -> Iterator[tuple[str, int | None]]:
             "num_generations",
             "steps_per_generation",
             "generation_batch_size",
-            "num_iterations",
         )
         candidates = {name: _nearby(getattr(numbers, name), numbers) for name in names if getattr(numbers, name)}
     for name, values in candidates.items():

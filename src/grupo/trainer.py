@@ -42,6 +42,7 @@ from grupo.rollout.collect import AdvantageSettings, RolloutCollector, RolloutRe
 from grupo.rollout.deal import deal
 from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
+from grupo.runs.completion_table import CompletionTable
 from grupo.runs.folder import RunFolder, manifest
 from grupo.scoring.scorer import Scorer, dropout_off
 from grupo.scoring.update import PolicyUpdate, UpdateResult
@@ -156,6 +157,12 @@ class GRPOTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        if self.args.n_gpu > 1:
+            raise UnsupportedError(
+                f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one process "
+                f"per GPU with `accelerate launch --num_processes {self.args.n_gpu}`, or show it one GPU by "
+                "CUDA_VISIBLE_DEVICES=0."
+            )
         # The loss is divided by the denominators of the whole step; nothing is left to divide.
         self.model_accepts_loss_kwargs = False
         self._prepare_checkpointing()
@@ -173,6 +180,13 @@ class GRPOTrainer(Trainer):
         self.entropy_controller = _entropy_controller(args)
         self.policy_update = self._policy_update()
         self.run_folder = RunFolder(args.output_dir, rank=self.args.process_index)
+        self.completion_table = CompletionTable(
+            self.run_folder.path,
+            self.rewards.names,
+            rows_to_print=args.num_completions_to_print,
+            unique_prompts=args.log_unique_prompts,
+            rank=self.args.process_index,
+        )
         self._metrics = MetricSums()
         self._window: tuple[int, list[list[Sample]]] | None = None
         self._nonfinite_in_a_row = 0
@@ -190,6 +204,7 @@ class GRPOTrainer(Trainer):
         model.train()
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
+        self._sync_reference()
         with dropout_off(self.model, enabled=not self.config.scoring_dropout):
             samples = self._samples_of_step(model)
             result = self.policy_update(model, samples, entropy_coef=self._entropy_coef())
@@ -247,6 +262,12 @@ class GRPOTrainer(Trainer):
         by_number = dict(zip(own_numbers, scored, strict=True))
         return [[by_number[number] for number in numbers] for numbers in dealt]
 
+    def _sync_reference(self) -> None:
+        """TR-DPO: every `ref_model_sync_steps` optimizer steps the reference moves towards the policy."""
+        step = self.state.global_step
+        if self.reference is not None and self.config.sync_ref_model and step and step % self.config.ref_model_sync_steps == 0:
+            self.reference.mix_in_policy(self.config.ref_model_mixup_alpha)
+
     def _entropy_coef(self) -> float:
         return self.config.entropy_coef if self.entropy_controller is None else self.entropy_controller.applied_coef
 
@@ -285,7 +306,7 @@ class GRPOTrainer(Trainer):
         return PromptStream(
             self.train_rows,
             prompts_per_window=self.plan.prompts_per_rollout * self.plan.rollouts_per_step,
-            seed=self.config.data_seed if self.config.data_seed is not None else self.config.seed,
+            seed=self.config.resolved_data_seed,
             shuffle=self.config.shuffle_dataset,
         )
 
@@ -355,7 +376,7 @@ class GRPOTrainer(Trainer):
         self._check_columns(None, dataset)
         started = time.perf_counter()
         prompts = [row.draw(row.row) for row in self._rows(dataset, self.model, "evaluation")]
-        group_size = self.config.num_generations_eval or self.config.num_generations
+        group_size = self.config.resolved_num_generations_eval
         result = self.collector.collect(
             prompts,
             _share(len(prompts) * group_size, self.args.world_size, self.args.process_index),
@@ -364,6 +385,7 @@ class GRPOTrainer(Trainer):
             settings=_advantage_settings(self.config),
             trainer_state=self.state,
             purpose="eval",
+            rows_at_once=self._eval_rows_at_once(),
         )
         self.run_folder.path.mkdir(parents=True, exist_ok=True)
         self.run_folder.append_completions(
@@ -376,6 +398,11 @@ class GRPOTrainer(Trainer):
         self.log(output)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, output)
         return output
+
+    def _eval_rows_at_once(self) -> int | None:
+        """`per_device_eval_batch_size` where the user set it; otherwise all rows are sampled together."""
+        explicit = "per_device_eval_batch_size" in self.config.explicit_fields
+        return self.config.per_device_eval_batch_size if explicit else None
 
     # ---- logging -----------------------------------------------------------------------------------------------------
 
@@ -402,6 +429,8 @@ class GRPOTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log to a training log, and writes every log to `metrics.jsonl`."""
         if "loss" in logs:
+            if self.config.log_completions:
+                self.completion_table.show(self.state.global_step)
             logs.update(self._metrics.means())
             self._metrics.clear()
             if not self._told_about_loss:
@@ -421,6 +450,8 @@ class GRPOTrainer(Trainer):
         self.run_folder.append_completions(
             result.groups, step=self.state.global_step + 1, reward_names=self.rewards.names
         )
+        if self.config.log_completions:
+            self.completion_table.add(result.groups, self.state.global_step + 1, result.extras)
 
     def _record_update(self, samples: Sequence[Sample], result: UpdateResult, seconds: float) -> None:
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
@@ -497,7 +528,7 @@ class GRPOTrainer(Trainer):
     def _policy_update(self) -> PolicyUpdate:
         scorer = Scorer(
             self.model,
-            temperature=self.config.sampling_spec().temperature,
+            temperature=self.config.training_temperature,
             head_in_float32=self.config.cast_lm_head_to_fp32,
         )
         pad = self.tokenizer.pad_token_id
@@ -508,6 +539,7 @@ class GRPOTrainer(Trainer):
             ranks=self.accelerator,
             rows_per_batch=self.plan.micro_batch_size,
             pad_token_id=0 if pad is None else pad,
+            pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
             all_gather=self._all_gather,
             autocast=self.compute_loss_context_manager,
             dtype=torch.float64 if torch.float64 in floats else torch.float32,

@@ -83,10 +83,8 @@ def random_case(
     full_rows: bool = False,
     off_policyness: float = 0.5,
 ) -> Case:
-    """Every row has at least one token and different lengths, unless `full_rows`; the last row has none then or not.
-
-    Rows may have holes in the mask (as tool calls leave them), and the last row of a case without `full_rows` has no loss
-    token at all (as a masked truncation has none).
+    """Rows with holes in the mask (as tool calls leave them) and a last row without any loss token (as a masked
+    truncation has none); with `full_rows` every token is in the loss.
     """
     generator = np.random.default_rng(seed)
     logits = generator.normal(size=(batch, length, vocabulary))

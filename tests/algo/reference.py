@@ -1,7 +1,7 @@
 """The losses a second time, written independently: plain loops over rows and tokens, gradients by hand, no autograd.
 
-`loss_by_loops` takes the log-probs twice: as what moves and as what is frozen (stop-gradient), so that finite differences
-in the first can check the hand gradients too.
+`loss_by_loops` takes the log-probs twice: as what moves and as what is frozen (stop-gradient), so that finite
+differences in the first can check the hand gradients too.
 """
 
 from __future__ import annotations

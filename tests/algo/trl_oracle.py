@@ -188,4 +188,3 @@ def trl_advantages(
     with float64_scalars() if scores.dtype == torch.float64 else nullcontext():
         outputs = trainer._generate_and_score_completions([{"prompt": "p"} for _ in range(rows)])
     return outputs["advantages"], {name: values[0] for name, values in trainer._metrics["train"].items()}
-

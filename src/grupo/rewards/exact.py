@@ -90,7 +90,7 @@ class ExactNumber:
         return numerator * ExactNumber.from_terms({(radicand, -power): 1 / (coefficient * radicand)})
 
     def raised_to(self, exponent: ExactNumber) -> ExactNumber:
-        """self ** exponent for a rational exponent; the size is checked before anything large is computed."""
+        """self ** exponent for a rational exponent, by squaring; each product is checked, so none can grow large."""
         rational = exponent.rational
         if rational is None:
             raise NotExact("an exponent that is not rational")
@@ -99,11 +99,7 @@ class ExactNumber:
             raise NotExact("zero to a power that is not positive")
         if rational < 0:
             base = base.inverse()
-        count = abs(rational.numerator)
-        largest = max((max(c.numerator.bit_length(), c.denominator.bit_length()) for _, c in base.terms), default=0)
-        if count * largest > MAX_BITS:
-            raise NotExact(f"a power of more than {MAX_BITS} bits")
-        result = ExactNumber.from_rational(1)
+        count, result = abs(rational.numerator), ExactNumber.from_rational(1)
         while count:
             if count & 1:
                 result = result * base

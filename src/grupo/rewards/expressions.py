@@ -18,7 +18,7 @@ MAX_LENGTH = 400
 """Longer texts are compared token by token only."""
 MAX_DEPTH = 32
 
-_GROUP_MARK = "\x1f"
+_GROUP_MARK = "\x01"
 """Stands for a thousands separator once it is known to be one."""
 
 
@@ -62,10 +62,12 @@ class Answer:
 
 def read_answer(text: str) -> Answer | None:
     """The normal form of a written answer; None if nothing is left of it after spacing and decoration."""
-    text = _undecorated(text)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = _unwrapped(text)
     name = None
     if named := _NAMED.fullmatch(text):
-        name, text = "".join(named["name"].split()), _undecorated(named["value"])
+        name, text = named["name"], _unwrapped(named["value"])
     if not text:
         return None
     form, unit = _form(text), None
@@ -113,23 +115,18 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
-def _undecorated(text: str) -> str:
-    """`text` without spacing macros, math delimiters, bold markers, text macros around the whole, and one full stop."""
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    text = text.strip()
-    if text.endswith(".") and not text.endswith(".."):
-        text = text[:-1].rstrip()
-    if len(text) > MAX_LENGTH:
-        return text
-    while (inside := _unwrapped(text)) is not None:
+def _unwrapped(text: str) -> str:
+    """`text` without what only decorates it: one full stop, and math delimiters, bold or text macros around it all."""
+    inside: str | None = text
+    while inside is not None:
         text = inside.strip()
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1].rstrip()
+        inside = _inside_wrapper(text) if len(text) <= MAX_LENGTH else None
     return text
 
 
-def _unwrapped(text: str) -> str | None:
+def _inside_wrapper(text: str) -> str | None:
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__")):
         length = len(opening)
         if text.startswith(opening) and text.endswith(closing) and len(text) >= 2 * length:
@@ -192,8 +189,9 @@ def _form(text: str, depth: int = 0) -> Form:
     text = text.strip()
     if len(text) > MAX_LENGTH or depth > MAX_DEPTH:
         return Symbols(_tokens(text))
-    if listing := _listing(text, depth):
-        return listing
+    enclosed = _enclosed(text, depth)
+    if enclosed is not None:
+        return enclosed
     if depth == 0:
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", _GROUP_MARK), text)
         items = _split_at_commas(text)
@@ -207,15 +205,17 @@ def _form(text: str, depth: int = 0) -> Form:
         return Symbols(_tokens(text))
 
 
-def _listing(text: str, depth: int) -> Listing | None:
-    """A text that is one pair of delimiters around items: (3, 7), [0, 1), \\{2, 5\\}."""
+def _enclosed(text: str, depth: int) -> Form | None:
+    """A text that is one pair of delimiters around items, (3, 7), [0, 1), \\{2, 5\\}, or around one answer, (C)."""
     opening = "\\{" if text.startswith("\\{") else text[:1]
     closing = "\\}" if text.endswith("\\}") else text[-1:]
     if opening not in _DELIMITERS or closing not in {")", "]", "\\}"} or (opening == "\\{") != (closing == "\\}"):
         return None
     items = _split_at_commas(text[len(opening) : len(text) - len(closing)])
-    if items is None or not all(items) or (len(items) == 1 and opening != "\\{"):
+    if items is None or not all(items):
         return None
+    if len(items) == 1 and opening != "\\{":
+        return _form(items[0], depth + 1) if (opening, closing) == ("(", ")") else None
     forms = [_form(item, depth + 1) for item in items]
     if opening == "\\{":
         return _unordered("{}", list(dict.fromkeys(forms)))

@@ -20,7 +20,7 @@ from typing import Any
 
 from grupo.errors import RewardError
 from grupo.rewards.answers import completion_text, extract_answer, extract_boxed, gold_number, last_number
-from grupo.rewards.exact import ExactNumber, NotExact
+from grupo.rewards.exact import MAX_BITS, ExactNumber, NotExact
 from grupo.rewards.expressions import Answer, is_prose, read_answer, same_answer
 
 
@@ -51,7 +51,7 @@ class GoldReward(ABC):
         if unusable and not self.unusable_golds:
             warnings.warn(
                 f"{self.__name__} cannot read {len(unusable)} of {len(golds)} gold answers in '{self.gold_column}', "
-                f"the first is {unusable[0]!r:.80}. It abstains on these completions, here and in later batches. "
+                f"the first is {_shown(unusable[0])}. It abstains on these completions, here and in later batches. "
                 f"{self.needs}",
                 stacklevel=2,
             )
@@ -138,6 +138,12 @@ def accuracy_reward(
         log_extra("gold_parsed", [str(read_gold(gold) or "[unreadable]") for gold in solution])
         log_extra("answer_parsed", [str(answer or "[none]") for answer in answers])
     return judge(completions, solution=solution)
+
+
+def _shown(gold: Any) -> str:
+    if isinstance(gold, int) and gold.bit_length() > MAX_BITS:  # too long for Python to print
+        return "an integer of more than 1,000 digits"
+    return repr(gold)[:80]
 
 
 def read_gold(gold: Any) -> Answer | None:

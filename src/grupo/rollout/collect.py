@@ -104,6 +104,7 @@ class RolloutCollector:
         settings: AdvantageSettings,
         trainer_state: Any = None,
         purpose: str = "train",
+        rows_at_once: int | None = None,
     ) -> RolloutResult:
         """Collects one rollout.
 
@@ -111,12 +112,18 @@ class RolloutCollector:
             prompts: (P,) all prompts of the rollout, the same on every rank.
             numbers: the completions of this rank, out of range(P * group_size).
             purpose: keeps the random numbers of training and evaluation apart.
+            rows_at_once: most completions that the engine samples together; None: all of them.
 
         Raises:
             RewardError: on every rank, if a reward function broke the contract on any of them, or failed too often.
         """
         started = time.perf_counter()
-        completions = self._generate(prompts, numbers, group_size, sampling, purpose)
+        chunk = rows_at_once or max(len(numbers), 1)
+        completions = [
+            completion
+            for start in range(0, len(numbers), chunk)
+            for completion in self._generate(prompts, numbers[start : start + chunk], group_size, sampling, purpose)
+        ]
         generated = time.perf_counter()
         own_prompts = [prompts[number // group_size] for number in numbers]
         table, error = self._score(own_prompts, completions, trainer_state)

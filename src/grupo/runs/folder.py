@@ -83,10 +83,10 @@ def group_record(group: Group, reward_names: Sequence[str]) -> dict[str, Any]:
 def manifest(*, seed: int, model: nn.Module, model_name: str, plan: Sequence[str], **more: Any) -> dict[str, Any]:
     """What is needed to know later how a run came about."""
     return {
-        "grupo": _version("grupo"),
+        "grupo": installed_version("grupo"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seed": seed,
@@ -128,7 +128,7 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -18,16 +18,26 @@ def micro_batches(samples: Sequence[Sample], rows_per_batch: int) -> Iterator[li
 
 
 def collate(
-    samples: Sequence[Sample], *, pad_token_id: int, device: torch.device, dtype: torch.dtype = torch.float32
+    samples: Sequence[Sample],
+    *,
+    pad_token_id: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    pad_to_multiple_of: int | None = None,
 ) -> MicroBatch:
-    """Pads rows on the right, prompt and completion without a gap. `dtype` is that of all numbers but token ids."""
+    """Pads rows on the right, prompt and completion without a gap.
+
+    Args:
+        dtype: of all numbers but token ids.
+        pad_to_multiple_of: rounds S up, for devices that compile once per shape.
+    """
     completions = [sample.completion_ids for sample in samples]
     rows = [(*sample.prompt_ids, *sample.completion_ids) for sample in samples]
     completion_lengths = torch.tensor([len(ids) for ids in completions])
     completion_mask = _length_mask(completion_lengths)
     has_loss = torch.tensor([sample.has_loss for sample in samples])
     batch = MicroBatch(
-        input_ids=_pad_right(rows, pad_token_id, torch.long),
+        input_ids=_pad_right(rows, pad_token_id, torch.long, pad_to_multiple_of or 1),
         lengths=torch.tensor([len(row) for row in rows]),
         prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples]),
         completion_ids=_pad_right(completions, pad_token_id, torch.long),
@@ -53,9 +63,10 @@ def _length_mask(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
-def _pad_right(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
+def _pad_right(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype, multiple: int = 1) -> Tensor:
     longest = max(len(row) for row in rows)
-    padded = torch.full((len(rows), longest), value, dtype=dtype)
+    width = -(-longest // multiple) * multiple
+    padded = torch.full((len(rows), width), value, dtype=dtype)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = torch.tensor(row, dtype=dtype)
     return padded

@@ -74,6 +74,7 @@ class PolicyUpdate:
         all_gather: AllGather,
         autocast: Callable[[], AbstractContextManager[Any]],
         dtype: torch.dtype = torch.float32,
+        pad_to_multiple_of: int | None = None,
         top_entropy_quantile: float = 1.0,
         kl_on_dead_groups: bool = True,
         has_entropy_bonus: bool = False,
@@ -86,6 +87,7 @@ class PolicyUpdate:
         self.all_gather = all_gather
         self.autocast = autocast
         self.dtype = dtype
+        self.pad_to_multiple_of = pad_to_multiple_of
         self.top_entropy_quantile = top_entropy_quantile
         self.kl_on_dead_groups = kl_on_dead_groups
         self.has_entropy_bonus = has_entropy_bonus
@@ -186,7 +188,13 @@ class PolicyUpdate:
         return scores, output
 
     def _collate(self, rows: Sequence[Sample]) -> MicroBatch:
-        return collate(rows, pad_token_id=self.pad_token_id, device=self.ranks.device, dtype=self.dtype)
+        return collate(
+            rows,
+            pad_token_id=self.pad_token_id,
+            device=self.ranks.device,
+            dtype=self.dtype,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
 
     def _count_skipped(self, metrics: MetricSums, skipped: Sequence[Sample]) -> None:
         """Rows that were not computed still count: in the entropy by the engine's value, in the clip shares as not

@@ -1,0 +1,132 @@
+"""The command line. Nothing heavy is imported before the command is known."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+
+from grupo import __version__
+from grupo.errors import ConfigError, DataError, GrupoError
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries below, about their own next versions
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # complains about optional kernels when it is imported
+    logging.getLogger("grupo").setLevel(logging.INFO if getattr(options, "verbose", False) else logging.WARNING)
+    try:
+        return int(options.command(options))
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    except GrupoError as error:
+        print(f"the run stopped: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grupo", description="Teach language models to reason with Group Relative Policy Optimization."
+    )
+    parser.add_argument("--version", action="version", version=f"grupo {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train by a recipe; without one, the quickstart")
+    train.add_argument("recipe", nargs="?", help="a YAML file or the name of a built-in recipe (default: quickstart)")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="change a value of the recipe, for example --set training.max_steps=6",
+    )  # fmt: skip
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in training.output_dir")
+    train.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
+    train.add_argument("--verbose", action="store_true", help="say more")
+    train.set_defaults(command=_train)
+
+    for name, command, text in (
+        ("tasks", _tasks, "list the built-in tasks"),
+        ("rewards", _rewards, "list the built-in rewards"),
+        ("recipes", _recipes, "list the built-in recipes"),
+        ("env", _env, "show versions and accelerators"),
+    ):
+        commands.add_parser(name, help=text).set_defaults(command=command)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from grupo.recipe import load_recipe
+
+    # A recipe with a mistake is refused before anything slow is imported.
+    recipe = load_recipe(options.recipe, options.overrides)
+
+    from rich.console import Console
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from grupo.train_command import train
+
+    disable_progress_bar()  # of loading and saving; training has its own
+
+    return train(recipe, Console(), resume=options.resume, dry_run=options.dry_run)
+
+
+def _tasks(options: argparse.Namespace) -> int:
+    from grupo.data.tasks import TASKS, make_task
+
+    for name in TASKS:
+        task = make_task(name)
+        print(f"{name}: {task.description} {len(task.train)} training prompts, {len(task.held_out)} held out; "
+              f"rewards {', '.join(task.rewards)}")  # fmt: skip
+    return DONE
+
+
+def _rewards(options: argparse.Namespace) -> int:
+    import inspect
+
+    from grupo.rewards.registry import REWARDS
+
+    for name, factory in REWARDS.items():
+        summary = (inspect.getdoc(factory) or "").partition("\n\n")[0].replace("\n", " ")
+        print(f"{name}{inspect.signature(factory)}\n    {summary}")
+    return DONE
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from grupo.recipe import built_in_recipes
+
+    print("\n".join(built_in_recipes()))
+    return DONE
+
+
+def _env(options: argparse.Namespace) -> int:
+    import os
+    import platform
+
+    import torch
+
+    from grupo.runs.folder import PACKAGES, installed_version
+
+    print(f"grupo {__version__}, Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} CPU cores")
+    for package in PACKAGES:
+        print(f"{package} {installed_version(package) or 'not installed'}")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        print("accelerator: none found, training runs on the CPU in float32")
+    else:
+        for index in range(torch.accelerator.device_count()):
+            name = torch.cuda.get_device_name(index) if accelerator.type == "cuda" else accelerator.type
+            print(f"accelerator {index}: {name}")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Intervals for held-out scores: several samples per prompt are not independent, and two models share the prompts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Z95 = statistics.NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    """Samples, not prompts."""
+
+
+def clustered_interval(scores: Sequence[Sequence[float]]) -> Interval:
+    """Mean over all samples with an interval that knows that samples of one prompt belong together.
+
+    Args:
+        scores: per prompt, the scores of its samples. Prompts should have equally many.
+
+    For scores of 0 and 1 this is Wilson's interval with the effective number of samples, p (1 - p) over the clustered
+    variance (Kish), between the number of prompts and the number of samples: it stays inside [0, 1] and is no point
+    where all are right. For other scores it is the mean +- z standard errors of the prompt means (Miller,
+    arXiv:2411.00640).
+    """
+    flat = [score for prompt in scores for score in prompt]
+    mean = sum(flat) / len(flat)
+    means = [sum(prompt) / len(prompt) for prompt in scores]
+    variance = statistics.variance(means) / len(means) if len(means) > 1 else math.inf
+    if any(score not in (0.0, 1.0) for score in flat):
+        half = Z95 * math.sqrt(variance)
+        return Interval(mean, mean - half, mean + half, len(flat))
+    spread = mean * (1.0 - mean)
+    effective = spread / variance if 0.0 < variance < math.inf and spread else float(len(means))
+    low, high = wilson(mean, min(max(effective, float(len(means))), float(len(flat))))
+    return Interval(mean, low, high, len(flat))
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Wilson's 95 % score interval for a share of `count` independent trials (J. Am. Stat. Assoc. 22, 1927)."""
+    centre = share + Z95**2 / (2 * count)
+    half = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    scale = 1 + Z95**2 / count
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def paired_difference(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> Interval:
+    """Mean change per prompt with a 95 % interval; both sides must have the same prompts in the same order."""
+    changes = [
+        sum(new) / len(new) - sum(old) / len(old) for old, new in zip(before, after, strict=True)
+    ]
+    mean = sum(changes) / len(changes)
+    error = math.sqrt(statistics.variance(changes) / len(changes)) if len(changes) > 1 else math.inf
+    return Interval(mean, mean - Z95 * error, mean + Z95 * error, sum(len(prompt) for prompt in after))

@@ -1,0 +1,195 @@
+"""Recipes: one small YAML file that says what to train on what. Imports no torch.
+
+    model: default                # name on the Hub, local folder, or `default`
+    task: times-tables            # a built-in task, or `dataset:` below
+    dataset: {path: data.jsonl, prompt: question, system: "...", held_out: 100}
+    rewards: [number_match, {name: tag_format, weight: 0.3, arguments: {tags: [think, answer]}}]
+    lora: {r: 16, alpha: 32}      # `lora: null` trains all weights
+    training: {learning_rate: 1e-4, max_steps: 30}      # fields of GRPOConfig
+    eval: {enabled: true, samples_per_prompt: 4}
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from grupo.errors import ConfigError
+from grupo.names import nearest
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RewardSpec(_Part):
+    """A reward by name: a built-in one, or `package.module:function`."""
+
+    name: str
+    weight: float = 1.0
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class DatasetSpec(_Part):
+    """Rows from a local file (.json, .jsonl, .csv, .parquet), a saved dataset folder, or the Hub."""
+
+    path: str
+    name: str | None = None
+    """Configuration on the Hub."""
+    split: str = "train"
+    prompt: str = "prompt"
+    """Column with the question: text, or a list of messages."""
+    system: str | None = None
+    """System message put before each question; text questions become conversations."""
+    chat: bool = True
+    """Text questions become conversations; False continues them as plain text."""
+    rename: dict[str, str] = Field(default_factory=dict)
+    """Old column name -> new one, for what the rewards expect."""
+    held_out: int = Field(default=0, ge=0)
+    """Rows that are kept for evaluation, chosen by the seed."""
+
+
+class LoraSpec(_Part):
+    """A fresh LoRA adapter."""
+
+    r: int = Field(default=16, ge=1)
+    alpha: int = Field(default=32, ge=1)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    target_modules: str | list[str] = "all-linear"
+
+
+class EvalSpec(_Part):
+    """The evaluation on held-out prompts before and after training."""
+
+    enabled: bool = True
+    samples_per_prompt: int = Field(default=4, ge=1)
+    max_prompts: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0)
+
+
+class Recipe(_Part):
+    """Everything `grupo train` needs to know."""
+
+    model: str = "default"
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """For `from_pretrained`."""
+    task: str | None = None
+    dataset: DatasetSpec | None = None
+    rewards: list[RewardSpec] = Field(default_factory=list)
+    lora: LoraSpec | None = Field(default_factory=LoraSpec)
+    training: dict[str, Any] = Field(default_factory=dict)
+    eval: EvalSpec = Field(default_factory=EvalSpec)
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _names_are_rewards(cls, value: Any) -> Any:
+        return [{"name": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Recipe:
+        if (self.task is None) == (self.dataset is None):
+            raise ValueError("give either `task` or `dataset`, one of them")
+        if self.dataset is not None and not self.rewards:
+            raise ValueError("a `dataset` needs `rewards`: name at least one")
+        return self
+
+
+def load_recipe(source: str | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe file, or a built-in recipe by name, and applies `key.path=value` overrides.
+
+    Raises:
+        ConfigError: no such file, not YAML, an unknown key (with the nearest name) or a value of the wrong type.
+    """
+    values = _read(source)
+    for override in overrides:
+        _apply_override(values, override)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def built_in_recipes() -> list[str]:
+    folder = importlib.resources.files("grupo").joinpath("recipes")
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def _read(source: str | None) -> dict[str, Any]:
+    name = source or "quickstart"
+    path = Path(name)
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    elif name in built_in_recipes():
+        text = importlib.resources.files("grupo").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+    else:
+        raise ConfigError(
+            f"There is no recipe file {name!r}, and no built-in recipe of that name."
+            f"{nearest(name, built_in_recipes())} Built-in recipes: {', '.join(built_in_recipes())}."
+        )
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The recipe {name!r} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"The recipe {name!r} must be a mapping with keys such as `model` and `task`.")
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-4 as text; everyone who writes it means the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    path, separator, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"--set {override!r} is not of the form key=value, for example --set training.max_steps=6.")
+    target = values
+    for depth, key in enumerate(keys[:-1]):
+        child = target.setdefault(key, {})
+        if child is None:
+            child = target[key] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: `{'.'.join(keys[: depth + 1])}` is a value, not a group of settings.")
+        target = child
+    target[keys[-1]] = yaml.load(text, Loader=_Loader)
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problems in sentences, unknown keys with the nearest known one."""
+    lines = []
+    for problem in error.errors()[:5]:
+        place = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = _fields_at(problem["loc"][:-1])
+            lines.append(f"`{place}` is no setting of a recipe.{nearest(str(problem['loc'][-1]), known)}")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"`{place}`: {message}." if place else f"{message}.")
+    return "The recipe cannot be used. " + " ".join(lines)
+
+
+def _fields_at(location: tuple[int | str, ...]) -> Mapping[str, Any]:
+    parts: dict[str, type[BaseModel]] = {
+        "dataset": DatasetSpec, "rewards": RewardSpec, "lora": LoraSpec, "eval": EvalSpec,
+    }  # fmt: skip
+    model = parts.get(str(location[0]), Recipe) if location else Recipe
+    return model.model_fields
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe; reading it back gives the same one."""
+    return str(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))

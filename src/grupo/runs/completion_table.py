@@ -1,0 +1,81 @@
+"""Completions as a table: printed, and as one parquet file per log, for `log_completions=True`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grupo.records import Group
+
+
+class CompletionTable:
+    """Collects the completions since the last log, with TRL's columns: step, prompt, completion, one per reward, those
+    of `log_extra`, and advantage.
+
+    Args:
+        rows_to_print: at most so many rows are printed; None prints all. The file always has all of them.
+        unique_prompts: one row per prompt.
+    """
+
+    def __init__(
+        self, folder: Path, reward_names: Sequence[str], *, rows_to_print: int | None, unique_prompts: bool, rank: int
+    ) -> None:
+        self.folder = folder / "completions"
+        self.reward_names = tuple(reward_names)
+        self.rows_to_print = rows_to_print
+        self.unique_prompts = unique_prompts
+        self.rank = rank
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, groups: Sequence[Group], step: int, extras: Mapping[str, Sequence[Any]]) -> None:
+        """Adds the completions of one rollout; `extras` has one value per completion, group after group."""
+        position = 0
+        for group in groups:
+            for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
+                self._rows.append(
+                    {
+                        "step": step,
+                        "prompt": _text(group.prompt.content),
+                        "completion": rollout.completion.text,
+                        **dict(zip(self.reward_names, rollout.scores, strict=True)),
+                        **{name: values[position] for name, values in extras.items()},
+                        "advantage": advantage,
+                    }
+                )
+                position += 1
+
+    def show(self, step: int) -> None:
+        """Prints and writes what was added since the last call, on the first rank."""
+        rows, self._rows = self._rows, []
+        if self.unique_prompts:
+            rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
+        if not rows or self.rank != 0:
+            return
+        import pandas as pd
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(rows).to_parquet(self.folder / f"completions_{step:05d}.parquet")
+        _print(rows[: self.rows_to_print], step)
+
+
+def _print(rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"step {step}", show_lines=True)
+    columns = [name for name in rows[0] if name != "step"]
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_shown(row[name])) for name in columns))
+    Console().print(table)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(f"{message['role']}: {message['content']}" for message in content)

@@ -1,0 +1,280 @@
+"""`grupo train`: evaluate, train, evaluate again, and say what changed."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PrinterCallback, ProgressCallback
+
+from grupo.config import GRPOConfig
+from grupo.console import ProgressLines, step_bar
+from grupo.data.prompts import Rows, TokenizedRow, apply_length_policy, tokenize_rows
+from grupo.data.sources import recipe_rows
+from grupo.errors import ConfigError
+from grupo.evals.held_out import HeldOutResult, evaluate_held_out
+from grupo.evals.statistics import paired_difference
+from grupo.models.default_model import default_model_path
+from grupo.models.load import context_length, load_policy, load_tokenizer
+from grupo.recipe import Recipe, to_yaml
+from grupo.rewards.registry import make_reward
+from grupo.runs.folder import group_record
+from grupo.sampling import SamplingSpec
+from grupo.trainer import GRPOTrainer
+
+logger = logging.getLogger("grupo")
+
+INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
+
+
+@dataclass
+class Clock:
+    """Seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    def measure(self, name: str, work: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def total(self) -> float:
+        return time.perf_counter() - self.started
+
+
+def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bool = False) -> int:
+    """Runs a recipe and returns the exit code: 0 done, 130 interrupted with a usable adapter."""
+    clock = Clock()
+    config = training_config(recipe, resume=resume)
+    rows, held_out_rows = recipe_rows(recipe, config.seed)
+    rewards, weights = recipe_rewards(recipe)
+    if config.reward_weights is None and any(weight != 1.0 for weight in weights):
+        config.reward_weights = weights
+    trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards))
+    _introduce(console, recipe, trainer, held_out_rows)
+    if dry_run:
+        return 0
+    held_out = _held_out(recipe, trainer, held_out_rows)
+    trainer.run_folder.path.mkdir(parents=True, exist_ok=True)
+    (trainer.run_folder.path / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+
+    before = after = None
+    interrupted = False
+    try:
+        if held_out is not None:
+            before = clock.measure("eval_before", lambda: held_out("before"))
+            console.print(f"held-out before training: {_percent(before)}")
+        clock.measure("training", lambda: _run_training(trainer, console, resume))
+        if held_out is not None:
+            after = clock.measure("eval_after", lambda: held_out("after"))
+    except KeyboardInterrupt:
+        interrupted = True
+        console.print("\nInterrupted: saving the model as it is now.")
+    clock.measure("saving", lambda: trainer.save_model(str(trainer.run_folder.path)))
+    _write_summary(trainer, clock, before, after, interrupted)
+    _report(console, trainer, before, after)
+    return INTERRUPTED if interrupted else 0
+
+
+def training_config(recipe: Recipe, *, resume: bool = False) -> GRPOConfig:
+    """The recipe's `training` as a GRPOConfig, with a fresh run folder unless one is named.
+
+    Raises:
+        ConfigError: a field that does not exist or cannot work.
+    """
+    values = dict(recipe.training)
+    if "output_dir" not in values:
+        if resume:
+            raise ConfigError("--resume needs the run to continue: add --set training.output_dir=FOLDER.")
+        values["output_dir"] = str(fresh_folder(Path("runs"), recipe.task or Path(recipe.dataset.path).stem))  # type: ignore[union-attr]
+    return GRPOConfig(**values)
+
+
+def fresh_folder(parent: Path, name: str) -> Path:
+    """`parent/name`, or with the next free number behind it."""
+    candidate, number = parent / name, 2
+    while candidate.exists():
+        candidate, number = parent / f"{name}-{number}", number + 1
+    return candidate
+
+
+def recipe_rewards(recipe: Recipe) -> tuple[list[Any], list[float]]:
+    """Reward functions and weights; a task brings its own where the recipe names none."""
+    from grupo.data.tasks import make_task
+    from grupo.recipe import RewardSpec
+
+    specs = recipe.rewards or [
+        RewardSpec(name=name, arguments=arguments) for name, arguments in make_task(recipe.task or "").rewards.items()
+    ]
+    return [make_reward(spec.name, **spec.arguments) for spec in specs], [spec.weight for spec in specs]
+
+
+def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[Any]) -> GRPOTrainer:
+    name = default_model_path() if recipe.model == "default" else recipe.model
+    model = load_policy(name, {**(config.model_init_kwargs or {}), **recipe.model_kwargs})
+    config.model_init_kwargs = None
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=list(rewards),
+        args=config,
+        train_dataset=rows,
+        processing_class=load_tokenizer(model),
+        peft_config=_lora(recipe),
+    )
+    # Our own progress display shows what matters; the dictionaries are in metrics.jsonl.
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+def _lora(recipe: Recipe) -> Any:
+    if recipe.lora is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=recipe.lora.r,
+        lora_alpha=recipe.lora.alpha,
+        lora_dropout=recipe.lora.dropout,
+        target_modules=recipe.lora.target_modules,
+    )
+
+
+def _held_out(
+    recipe: Recipe, trainer: GRPOTrainer, rows: Rows
+) -> Callable[[str], HeldOutResult] | None:
+    """The evaluation, ready to be run twice; None where the recipe switches it off or has nothing held out."""
+    if not recipe.eval.enabled:
+        return None
+    if not len(rows):
+        logger.warning("Nothing is held out, so there is no evaluation. Set dataset.held_out to a number of rows.")
+        return None
+    tokenized: list[TokenizedRow] = apply_length_policy(
+        tokenize_rows(rows, trainer.prompt_tokenizer),
+        max_prompt_length=trainer.config.max_prompt_length,
+        overlong_prompts=trainer.config.overlong_prompts,
+        max_completion_length=trainer.config.sampling_spec().max_new_tokens,
+        context_length=context_length(trainer.model),
+        what="held-out",
+    )[: recipe.eval.max_prompts]
+    sampling = SamplingSpec(
+        temperature=recipe.eval.temperature, max_new_tokens=trainer.config.sampling_spec().max_new_tokens
+    )
+
+    def run(when: str) -> HeldOutResult:
+        result = evaluate_held_out(
+            trainer.collector, tokenized, samples_per_prompt=recipe.eval.samples_per_prompt, sampling=sampling
+        )
+        records = [group_record(group, trainer.rewards.names) for group in result.groups]
+        trainer.run_folder.write_json(f"eval_{when}.json", {**result.as_dict(), "groups": records})
+        return result
+
+    return run
+
+
+def _run_training(trainer: GRPOTrainer, console: Console, resume: bool) -> None:
+    with step_bar(console) as bar:
+        trainer.add_callback(ProgressLines(console, bar))
+        trainer.train(resume_from_checkpoint=resume or None)
+
+
+def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_rows: Rows) -> None:
+    share = trainer.trainable_parameters / trainer.total_parameters
+    console.print(f"[bold]model[/]    {recipe.model}, {trainer.total_parameters / 1e6:.1f} M parameters, "
+                  f"{trainer.trainable_parameters / 1e6:.2f} M trainable ({share:.2%})")  # fmt: skip
+    console.print(f"[bold]task[/]     {recipe.task or recipe.dataset.path}: {len(trainer.train_rows)} training prompts, "  # type: ignore[union-attr]
+                  f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
+    for line in trainer.plan.describe():
+        name, _, text = line.partition(": ")
+        console.print(f"[bold]{name}[/]: {text}" if text else line, highlight=False)
+    steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
+    console.print(f"[bold]run[/]      {steps} optimizer steps, {steps * trainer.plan.completions_per_step} completions, "
+                  f"into {trainer.run_folder.path}")  # fmt: skip
+
+
+def _write_summary(
+    trainer: GRPOTrainer,
+    clock: Clock,
+    before: HeldOutResult | None,
+    after: HeldOutResult | None,
+    interrupted: bool,
+) -> None:
+    seconds = {**clock.seconds, "total": clock.total(), **_training_seconds(trainer)}
+    summary: dict[str, Any] = {
+        "eval_before": None if before is None else before.as_dict(),
+        "eval_after": None if after is None else after.as_dict(),
+        "steps": trainer.state.global_step,
+        "completions": trainer.state.global_step * trainer.plan.completions_per_step // trainer.plan.num_iterations,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "peak_rss_bytes": peak_rss_bytes(),
+        "seconds": seconds,
+        "interrupted": interrupted,
+    }
+    trainer.run_folder.write_json("summary.json", summary)
+
+
+def _training_seconds(trainer: GRPOTrainer) -> Mapping[str, float]:
+    """Seconds of training by phase, from the log."""
+    phases = ("generating", "rewarding", "scoring", "updating")
+    return {phase: sum(entry.get(f"time/{phase}", 0.0) for entry in trainer.state.log_history) for phase in phases}
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident size of this process so far; Linux counts it in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _report(
+    console: Console, trainer: GRPOTrainer, before: HeldOutResult | None, after: HeldOutResult | None
+) -> None:
+    if before is not None and after is not None:
+        console.print(_examples(before, after))
+        change = paired_difference(before.scores, after.scores)
+        what = "held-out accuracy" if before.is_accuracy else "held-out mean reward"
+        console.print(f"[bold]{what}[/]  before {_percent(before)}")
+        console.print(f"{' ' * len(what)}  after  {_percent(after)}")
+        unit = (lambda value: f"{value * 100:+.1f} points") if before.is_accuracy else (lambda value: f"{value:+.2f}")
+        console.print(f"change    {unit(change.mean)}, 95 % interval {unit(change.low)} to {unit(change.high)}, by prompt")
+    console.print(f"run folder  {trainer.run_folder.path}")
+
+
+def _examples(before: HeldOutResult, after: HeldOutResult, count: int = 3) -> Table:
+    """The first sample of a few prompts, before and after."""
+    table = Table(title="the same prompts, before and after", show_lines=True)
+    for heading in ("prompt", "before", "after"):
+        table.add_column(heading, overflow="fold")
+    stride = max(len(before.groups) // count, 1)
+    for old, new in list(zip(before.groups, after.groups, strict=True))[::stride][:count]:
+        content = old.prompt.content
+        prompt = content if isinstance(content, str) else str(content[-1]["content"])
+        table.add_row(_plain(prompt), *(_plain(_with_reward(group)) for group in (old, new)))
+    return table
+
+
+def _with_reward(group: Any) -> str:
+    return f"{group.rollouts[0].completion.text}  (reward {group.rewards[0]:g})"
+
+
+def _plain(text: str) -> str:
+    """Model output is no markup."""
+    return text.replace("[", r"\[")
+
+
+def _percent(result: HeldOutResult) -> str:
+    interval = result.interval
+    if result.is_accuracy:
+        return f"{interval.mean:.1%} (95 % interval {interval.low:.1%} to {interval.high:.1%}, {interval.n} samples)"
+    return f"{interval.mean:.2f} (95 % interval {interval.low:.2f} to {interval.high:.2f}, {interval.n} samples)"

@@ -1,0 +1,171 @@
+"""The accuracy rewards on tables of answers that went wrong elsewhere (sources beside each table)."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grupo.errors import RewardError
+from grupo.rewards import RewardRunner, accuracy_reward, math_accuracy, number_match
+from grupo.rewards.math import MathAccuracy, NumberMatch
+
+
+def score(completion: Any, gold: Any) -> float | None:
+    """One score, the same from `math_accuracy` on text, on messages, and from `accuracy_reward`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (result,) = math_accuracy()([completion], answer=[gold])
+        (of_messages,) = math_accuracy()([[{"role": "assistant", "content": completion}]], answer=[gold])
+        (of_trl,) = accuracy_reward([completion], [gold])
+    assert result == of_messages == of_trl
+    return result
+
+
+# Nested braces: TRL PR 5026, ms-swift PR 10147, OpenRLHF PR 1285
+NESTED = [
+    (r"\boxed{\frac{3}{8}}", r"\frac{3}{8}", 1.0),
+    (r"\boxed{\frac{3}{7}}", r"\frac{3}{8}", 0.0),
+    (r"\boxed{\frac{12}{5}}", r"\frac{1}{25}", 0.0),
+    (r"\boxed{\sqrt{2^{5}}}", r"4\sqrt{2}", 1.0),
+    (r"\boxed{\left\{2,5\right\}}", r"\{2,5\}", 1.0),
+    (r"\boxed{}", "0", 0.0),
+    (r"\boxed{\frac{3}{8}", r"\frac{3}{8}", 0.0),
+    (r"\fbox{12}", "12", 1.0),
+]
+# Thousands separators and pairs: lm-evaluation-harness PR 4039
+SEPARATORS = [
+    (r"\boxed{1,250}", "1250", 1.0),
+    (r"\boxed{2{,}000}", "2000", 1.0),
+    ("The total is $3,450.00.", "3450", 1.0),
+    ("The total is $3,450.00.", "450", 0.0),
+    ("The total is $3,450.00.", "0", 0.0),
+    (r"\boxed{3,7}", "37", 0.0),
+    (r"\boxed{0,9}", "9", 0.0),
+    (r"\boxed{45,67}", "4567", 0.0),
+    (r"\boxed{(3,7)}", "(3, 7)", 1.0),
+]
+# Wrappers, punctuation, units: Math-Verify issues 37 and 76
+LONG = "The first box holds 176 apples. " * 40 + "Final Answer: **58**"
+WRAPPERS = [
+    (r"\boxed{\text{58}}", "58", 1.0),
+    (r"\boxed{ 58 }", "58", 1.0),
+    (r"\boxed{58.}", "58", 1.0),
+    (r"\boxed{58\text{ cm}}", "58", 1.0),
+    (r"\boxed{58\,\mathrm{cm}}", "58", 1.0),
+    (r"\boxed{58cm}", "58", 1.0),
+    (r"\boxed{5.8}", "58", 0.0),
+    (LONG, "58", 1.0),
+    (LONG, "176", 0.0),
+    (r"\boxed{58\text{ cm}}", r"58\text{ m}", 0.0),
+]
+# Unusable gold answers and values that are no strings: open-r1 PR 566, verl PR 6793, Math-Verify issue 20
+GOLDS = [
+    (r"\boxed{5}", "6", 0.0),
+    (r"\boxed{5}", "see the figure", None),
+    (r"\boxed{17}", 17, 1.0),
+    (r"\boxed{\frac12}", 0.5, 1.0),
+    (r"\boxed{\frac12}", np.float32(0.5), 1.0),
+    (r"\boxed{5}", None, None),
+    (r"\boxed{5}", float("nan"), None),
+    (r"\boxed{5}", ["5"], None),
+    (r"\boxed{True}", True, None),
+    ("", "", None),
+    (r"\boxed{}", "", None),
+    (r"\boxed{}", r"\boxed{}", None),
+    ("", "5", 0.0),
+    (None, "5", 0.0),
+    (None, None, None),
+    (r"\boxed{5}", r"we get $x=\boxed{5}$", 1.0),
+    ("so 72", "48 + 24 = 72\n#### 72", 1.0),
+]
+
+
+@pytest.mark.parametrize(("completion", "gold", "reward"), NESTED + SEPARATORS + WRAPPERS + GOLDS)
+def test_accuracy(completion: Any, gold: Any, reward: float | None) -> None:
+    assert score(completion, gold) == reward
+
+
+def test_unusable_golds_are_warned_of_once_and_counted() -> None:
+    reward = math_accuracy()
+    with pytest.warns(UserWarning, match=r"math_accuracy cannot read 2 of 3 gold answers in 'answer'.*see the figure"):
+        assert reward([r"\boxed{5}"] * 3, answer=["see the figure", "5", None]) == [None, 1.0, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reward([r"\boxed{5}"], answer=[None]) == [None]
+    assert reward.unusable_golds == 3
+
+
+def test_a_gold_too_long_to_print_abstains() -> None:
+    with pytest.warns(UserWarning, match="more than 1,000 digits"):
+        assert math_accuracy()([r"\boxed{5}"], answer=[10**5000]) == [None]
+
+
+def test_only_a_box_counts_where_it_is_required() -> None:
+    completions = ["58", r"\boxed{58}"]
+    assert math_accuracy(require_box=True)(completions, answer=[58, 58]) == [0.0, 1.0]
+    assert math_accuracy()(completions, answer=[58, 58]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "reward"),
+    [
+        ("7 * 8 = 56", 56, 1.0),
+        ("7 * 8 = 56.", "56", 1.0),
+        ("7 * 8 = 56.0", "56", 1.0),
+        ("56 or 54", 56, 0.0),
+        ("-56", 56, 0.0),
+        ("56,000", 56, 0.0),
+        ("seven", 56, 0.0),
+        ("0", 0, 1.0),
+        ("", 0, 0.0),
+        (None, 56, 0.0),
+        ("The total is $3,450.00.", 3450, 1.0),
+        ("The total is $3,450.00.", 0, 0.0),
+        (r"\boxed{0,9}", 9, 0.0),
+    ],
+)
+def test_number_match(completion: Any, gold: Any, reward: float) -> None:
+    assert number_match()([completion], answer=[gold]) == [reward]
+
+
+def test_number_match_abstains_on_an_unusable_gold() -> None:
+    with pytest.warns(UserWarning, match="number_match cannot read 1 of 2"):
+        assert number_match()(["5", "5"], answer=["five", 5]) == [None, 1.0]
+
+
+@pytest.mark.parametrize("factory", [number_match, math_accuracy])
+def test_the_gold_column_is_part_of_the_signature_and_pickles(factory: Any) -> None:
+    reward = factory(gold_column="target")
+    assert list(inspect.signature(reward).parameters) == ["completions", "target", "columns"]
+    copy = pickle.loads(pickle.dumps(reward))
+    assert isinstance(copy, (NumberMatch, MathAccuracy))
+    assert copy(["it is 5"], target=[5]) == [1.0]
+    runner = RewardRunner(copy)
+    assert runner.names == (factory.__name__,)
+    with pytest.raises(RewardError, match=rf"'{factory.__name__}' requires 'target'.*'answer', 'level'"):
+        runner.check_columns(["answer", "level"])
+
+
+def test_golds_are_needed_for_each_completion() -> None:
+    with pytest.raises(RewardError, match="1 gold answers in 'answer' for 2 completions"):
+        number_match()(["5", "6"], answer=[5])
+
+
+def test_accuracy_reward_logs_what_it_read() -> None:
+    table = RewardRunner(accuracy_reward).score(
+        prompts=["p", "p"],
+        completions=[r"\boxed{\frac{2}{4}}", "none"],
+        completion_ids=[[1], [2]],
+        columns={"solution": ["0.5", "7"]},
+    )
+    assert table.scores == [(1.0,), (0.0,)]
+    assert table.extras == {
+        "solution": ["0.5", "7"],
+        "gold_parsed": ["1/2", "7"],
+        "answer_parsed": ["1/2", "[none]"],
+    }

@@ -1,0 +1,41 @@
+"""Rewards by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from grupo.errors import ConfigError
+from grupo.rewards import REWARDS, make_reward
+
+ARGUMENTS = {
+    "token_length": {"target": 3},
+    "soft_overlong_punishment": {"max_completion_len": 10, "soft_punish_cache": 2},
+    "cosine_scaled": {"max_len": 10, "gold_column": "answer"},
+}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_name_makes_a_reward_that_scores(name: str) -> None:
+    reward = make_reward(name, **ARGUMENTS.get(name, {}))
+    scores = reward(
+        prompts=["p"], completions=["<think>a</think><answer>5</answer>"], completion_ids=[[1, 2, 3]], answer=["5"]
+    )
+    assert len(scores) == 1 and isinstance(scores[0], float)
+    assert reward.__name__
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no reward named 'number_mach'\. Did you mean 'number_match'\?.*tag_format"):
+        make_reward("number_mach")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("token_length", {}, r"missing a required argument: 'target'.*It takes \(target, scale"),
+        ("token_length", {"target": 5, "goal": 3}, r"unexpected keyword argument 'goal'"),
+    ],
+)
+def test_wrong_arguments_name_the_right_ones(name: str, arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_reward(name, **arguments)
