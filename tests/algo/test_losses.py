@@ -348,20 +348,34 @@ def test_cispo_does_not_scale_an_on_policy_gradient() -> None:
 
 def test_off_policy_mask_by_hand() -> None:
     """Only the drifted row with a negative advantage is dropped; a token without a log-prob is no evidence."""
-    logprobs = torch.full((4, 2), -2.0, requires_grad=True)
-    behavior = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.9, -2.0], [math.nan, -2.0]])
+    logprobs = torch.full((5, 2), -2.0, requires_grad=True)
+    behavior = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.9, -2.0], [math.nan, -2.0]])
     inputs = LossInputs(
         logprobs,
-        torch.tensor([-1.0, 1.0, -1.0, -1.0]),
-        torch.ones(4, 2, dtype=torch.bool),
+        torch.tensor([-1.0, 0.0, 1.0, -1.0, -1.0]),
+        torch.ones(5, 2, dtype=torch.bool),
         behavior_logprobs=behavior,
     )
-    output = Objective(off_policy_mask_threshold=0.5)(inputs, StepTotals(8, 4, 8))
-    output.loss.backward()
+    output = Objective(loss_type="luspo", off_policy_mask_threshold=0.5)(inputs, StepTotals(10, 5, 10))
+    (output.loss * 5).backward()
     assert logprobs.grad is not None
-    assert (logprobs.grad * 8).tolist() == [[0.0, 0.0], [-1.0, -1.0], [1.0, 1.0], [1.0, 1.0]]
+    assert logprobs.grad.tolist() == [[0.0, 0.0], [0.0, 0.0], [-1.0, -1.0], [1.0, 1.0], [1.0, 1.0]]
     kept, rows = output.sums["off_policy/kept_mean"]
-    assert (kept.item(), rows.item()) == (3.0, 4)
+    assert (kept.item(), rows.item()) == (4.0, 5)
+
+
+def test_vespo_by_hand() -> None:
+    """phi(w) of sequence ratios e, 1/e and 1, and of a token ratio beyond exp(20), which counts as exp(20)."""
+    old = -torch.tensor([[0.5, 0.5], [-0.5, -0.5], [50.0, -20.0]], dtype=torch.float64)
+    logprobs = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(logprobs, torch.tensor([1.0, -1.0, 1.0]), torch.ones(3, 2, dtype=torch.bool), old_logprobs=old)
+    output = Objective(loss_type="vespo")(inputs, StepTotals(6, 3, 6))
+    (output.loss * 6).backward()
+    phi = [math.exp(3 + 2 - 3 * math.e), math.exp(2 - 3 - 2 / math.e), 1.0]
+    expected = torch.tensor([[-phi[0]] * 2, [phi[1]] * 2, [-phi[2]] * 2], dtype=torch.float64)
+    torch.testing.assert_close(logprobs.grad, expected)
+    total, rows = output.sums["vespo/phi_seq_mean"]
+    assert total.item() / rows.item() == pytest.approx(sum(phi) / 3)
 
 
 def test_kl_can_be_left_out_of_rows() -> None:

@@ -122,7 +122,7 @@ class _Groups:
         # Two passes: the mean of squares minus the square of the mean can come out negative.
         variance = total((values - mean[self._group_of_row]) ** 2) / (count - 1)
         spread = largest(values) + largest(-values)
-        all_equal = (count < 2) | (spread <= EQUAL_REWARDS_TOLERANCE * largest(magnitude))
+        all_equal = spread <= EQUAL_REWARDS_TOLERANCE * largest(magnitude)
         std = variance.sqrt().masked_fill(all_equal, 0.0).masked_fill(count < 2, torch.nan)
         return _Statistics(*(of_group[self._group_of_row] for of_group in (mean, std, all_equal)))
 
