@@ -69,7 +69,6 @@ def _train(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
 
     from rich.console import Console
-
     from transformers.utils.logging import disable_progress_bar
 
     from grupo.train_command import train

@@ -23,9 +23,6 @@ from grupo.errors import ConfigError
 from grupo.sampling import SamplingSpec
 from grupo.step_plan import StepPlan
 
-CISPO_RATIO_CAP = 5.0
-"""What `epsilon_high=None` means for cispo: ScaleRL's cap on the ratio (arXiv 2510.13786)."""
-
 _BITSANDBYTES_ADAMW = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 
 ConfigClass = TypeVar("ConfigClass", bound="type[TrainingArguments]")
@@ -325,22 +322,6 @@ class GRPOConfig(TrainingArguments):
     def training_temperature(self) -> float:
         """Divides the logits in scoring: the temperature of sampling."""
         return self.sampling_spec().temperature
-
-    @property
-    def resolved_loss_type(self) -> str:
-        """The loss whose aggregation is used: gspo aggregates as grpo."""
-        return "grpo" if self.loss_type == "gspo" else self.loss_type
-
-    @property
-    def resolved_importance_sampling_level(self) -> str:
-        return "sequence" if self.loss_type == "gspo" else self.importance_sampling_level
-
-    @property
-    def resolved_epsilon_high(self) -> float:
-        """Upper clip width; for cispo the cap on the ratio itself."""
-        if self.epsilon_high is not None:
-            return self.epsilon_high
-        return CISPO_RATIO_CAP if self.loss_type == "cispo" else self.epsilon
 
     @property
     def resolved_num_generations_eval(self) -> int:

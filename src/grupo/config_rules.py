@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import math
 import numbers
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from transformers.training_args import OptimizerNames
 
 from grupo.config_fields import DROPPED_FIELDS, FIELD_ROWS, IGNORED_FIELDS, RENAMED_FIELDS, Treatment, field_default
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.names import nearest
 
 if TYPE_CHECKING:
     from grupo.config import GRPOConfig
@@ -49,12 +49,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 # ---- names -----------------------------------------------------------------------------------------------------------
-
-
-def nearest(name: object, options: Iterable[str]) -> str:
-    """A hint to the most similar option, or nothing."""
-    matches = difflib.get_close_matches(str(name).lower(), list(options), n=1, cutoff=0.5)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def defaults_of(config_class: type[GRPOConfig]) -> dict[str, Any]:
@@ -318,8 +312,8 @@ def _has_kl(config: GRPOConfig) -> bool:
 
 
 def _reads_ratio_level(config: GRPOConfig) -> bool:
-    # VESPO weighs by its own sequence ratio; the level is left with the ratio that corrects the KL term.
-    return config.loss_type != "vespo" or (config.beta != 0 and config.use_bias_correction_kl)
+    # VESPO weighs by its own sequence ratio, and the KL correction uses each token's own.
+    return config.loss_type != "vespo"
 
 
 EFFECTS: tuple[Effect, ...] = (
@@ -345,8 +339,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         ("importance_sampling_level",),
         _reads_ratio_level,
-        ("loss_type", "beta"),
-        "by other losses, or with beta above 0 (vespo always weighs by a sequence ratio)",
+        ("loss_type",),
+        "by other losses (vespo always weighs by a sequence ratio)",
     ),
     Effect(
         ("scale_rewards",),

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest known name, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
+def nearest(name: object, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the most similar known name, or an empty string."""
+    matches = difflib.get_close_matches(str(name).lower(), list(known), n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""

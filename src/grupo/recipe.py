@@ -77,8 +77,6 @@ class Recipe(_Part):
     """Everything `grupo train` needs to know."""
 
     model: str = "default"
-    model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """For `from_pretrained`."""
     task: str | None = None
     dataset: DatasetSpec | None = None
     rewards: list[RewardSpec] = Field(default_factory=list)

@@ -23,7 +23,7 @@ from grupo.errors import ConfigError
 from grupo.evals.held_out import HeldOutResult, evaluate_held_out
 from grupo.evals.statistics import paired_difference
 from grupo.models.default_model import default_model_path
-from grupo.models.load import context_length, load_policy, load_tokenizer
+from grupo.models.load import context_length
 from grupo.recipe import Recipe, to_yaml
 from grupo.rewards.registry import make_reward
 from grupo.runs.folder import group_record
@@ -122,14 +122,11 @@ def recipe_rewards(recipe: Recipe) -> tuple[list[Any], list[float]]:
 
 def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[Any]) -> GRPOTrainer:
     name = default_model_path() if recipe.model == "default" else recipe.model
-    model = load_policy(name, {**(config.model_init_kwargs or {}), **recipe.model_kwargs})
-    config.model_init_kwargs = None
     trainer = GRPOTrainer(
-        model=model,
+        model=name,
         reward_funcs=list(rewards),
         args=config,
         train_dataset=rows,
-        processing_class=load_tokenizer(model),
         peft_config=_lora(recipe),
     )
     # Our own progress display shows what matters; the dictionaries are in metrics.jsonl.

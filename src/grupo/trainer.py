@@ -78,6 +78,12 @@ class GRPOTrainer(Trainer):
         TrainingError: during training, when going on would be worse than stopping.
     """
 
+    # The base class types these as optional; here they are always there.
+    model: Any
+    args: Any
+    optimizer: Any
+    eval_dataset: Any
+
     def __init__(
         self,
         model: Any,
@@ -122,7 +128,7 @@ class GRPOTrainer(Trainer):
         if isinstance(model, str):
             model = load_policy(
                 model,
-                args.model_init_kwargs,
+                _mapping(args.model_init_kwargs),
                 trust_remote_code=args.trust_remote_code,
                 quantization_config=quantization_config,
             )
@@ -135,14 +141,16 @@ class GRPOTrainer(Trainer):
             model = add_adapter(model, peft_config)
         self.trainable_parameters, self.total_parameters = check_trainable(model)
         if processing_class is None:
-            processing_class = load_tokenizer(model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code)
+            processing_class = load_tokenizer(
+                model, _mapping(args.model_init_kwargs), trust_remote_code=args.trust_remote_code
+            )
         if not isinstance(processing_class, PreTrainedTokenizerBase):
             raise UnsupportedError(
                 f"processing_class is {type(processing_class).__name__}; only tokenizers are supported so far, not the "
                 "processors of vision models."
             )
         self.tokenizer = processing_class
-        self.prompt_tokenizer = PromptTokenizer(processing_class, args.chat_template_kwargs)
+        self.prompt_tokenizer = PromptTokenizer(processing_class, _mapping(args.chat_template_kwargs))
         self.stop_token_ids = stop_token_ids(processing_class, model)
         self.train_rows = self._rows(train_dataset, model, "training") if train_dataset is not None else []
         if train_dataset is not None:
@@ -179,7 +187,7 @@ class GRPOTrainer(Trainer):
         )
         self.entropy_controller = _entropy_controller(args)
         self.policy_update = self._policy_update()
-        self.run_folder = RunFolder(args.output_dir, rank=self.args.process_index)
+        self.run_folder = RunFolder(str(args.output_dir), rank=self.args.process_index)
         self.completion_table = CompletionTable(
             self.run_folder.path,
             self.rewards.names,
@@ -576,6 +584,12 @@ def _one_item_per_step(config: GRPOConfig) -> _StepArguments:
     args.__dict__["user_gradient_accumulation_steps"] = config.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
     return args  # type: ignore[return-value]
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    """The configuration has parsed what a command line gave as text."""
+    assert value is None or isinstance(value, Mapping)
+    return value
 
 
 def _refuse_unsupported(**arguments: Any) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
 from typing import Any
 
 from grupo.errors import ConfigError
@@ -40,15 +40,18 @@ def make_task(name: str, seed: int = 0) -> Task:
 def times_tables(seed: int) -> Task:
     """Products of two numbers from 2 to 12.
 
-    A product and its mirror are one fact, so both orders of a pair are on the same side of the split.
+    A product and its mirror are one fact, so both orders of a pair are on the same side of the split. One pair is held
+    out of each run of neighbours in the table, so that held-out products are as hard as the others.
     """
-    pairs = list(combinations_with_replacement(range(2, 13), 2))
-    held_out = set(random.Random(f"times-tables, seed {seed}").sample(pairs, HELD_OUT_PAIRS))
+    pairs = sorted(itertools.combinations_with_replacement(range(2, 13), 2), key=lambda pair: (pair[1], pair[0]))
+    choice = random.Random(f"times-tables, seed {seed}").choice
+    bounds = [round(index * len(pairs) / HELD_OUT_PAIRS) for index in range(HELD_OUT_PAIRS + 1)]
+    held_out = [choice(pairs[start:end]) for start, end in itertools.pairwise(bounds)]
     return Task(
         name="times-tables",
         description="What is a * b? with 2 <= a, b <= 12; 20 of the 66 pairs are held out, in both orders.",
         train=_products([pair for pair in pairs if pair not in held_out]),
-        held_out=_products(sorted(held_out)),
+        held_out=_products(held_out),
         rewards={"number_match": {}},
     )
 

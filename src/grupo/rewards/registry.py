@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from grupo.errors import ConfigError
+from grupo.names import nearest
 from grupo.rewards.format import tag_format
 from grupo.rewards.length import (
     get_cosine_scaled_reward,
@@ -39,9 +39,9 @@ def make_reward(name: str, **arguments: Any) -> Callable[..., Any]:
         ConfigError: an unknown name or argument, a missing argument, or a value that the factory refuses.
     """
     if name not in REWARDS:
-        nearest = difflib.get_close_matches(name, REWARDS, n=1)
-        meant = f" Did you mean '{nearest[0]}'?" if nearest else ""
-        raise ConfigError(f"There is no reward named '{name}'.{meant} Known rewards: {', '.join(REWARDS)}.")
+        raise ConfigError(
+            f"There is no reward named '{name}'.{nearest(name, REWARDS)} Known rewards: {', '.join(REWARDS)}."
+        )
     factory = REWARDS[name]
     signature = inspect.signature(factory)
     try:

@@ -17,10 +17,10 @@ import torch
 from grupo.algo.advantages import compute_advantages
 from grupo.data.prompts import reward_columns
 from grupo.errors import RewardError
+from grupo.metrics import AllGather, MetricSums
 from grupo.records import Completion, Group, Prompt, RewardStatus, Rollout, Sample, group_by_prompt
 from grupo.rewards.runner import RewardRunner, RewardTable
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
-from grupo.metrics import AllGather, MetricSums
 from grupo.sampling import SamplingSpec
 
 

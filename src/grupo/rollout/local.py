@@ -17,7 +17,6 @@ from grupo.rollout.sampling import Draw, draw_tokens
 from grupo.sampling import SamplingSpec
 
 
-
 @dataclass
 class _Row:
     """A completion in the making."""
@@ -168,7 +167,7 @@ def _uniforms(seeds: Sequence[int], sampling: SamplingSpec) -> Tensor:
     return torch.stack(rows)
 
 
-def _forward_parameters(model: nn.Module) -> set[str]:
+def _forward_parameters(model: Any) -> set[str]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return set(inspect.signature(type(base).forward).parameters)
 

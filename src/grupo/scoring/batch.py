@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +56,9 @@ def collate(
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The same micro-batch on another device; every field, by iterating over them."""
-    fields = {name: getattr(batch, name) for name in MicroBatch.__dataclass_fields__}
-    return MicroBatch(**{name: value if value is None else value.to(device) for name, value in fields.items()})
+    tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    moved: dict[str, Any] = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    return MicroBatch(**moved)
 
 
 def _length_mask(lengths: Tensor) -> Tensor:

@@ -63,9 +63,9 @@ class Scorer:
             hidden, _ = self._hidden_states(module, batch.input_ids)
             logprobs, entropy = chunked_logprobs(
                 hidden[rows, positions],
-                self._head_weight(),
+                self._linear_head().weight,
                 targets,
-                bias=getattr(self.head, "bias", None),
+                bias=self._linear_head().bias,
                 temperature=self.temperature,
                 with_entropy=with_entropy,
                 head_in_float32=self.head_in_float32,
@@ -80,9 +80,9 @@ class Scorer:
             entropy=None if entropy is None else _scatter(entropy, rows, columns, batch.completion_mask.shape),
         )
 
-    def _head_weight(self) -> Tensor:
+    def _linear_head(self) -> nn.Linear:
         assert isinstance(self.head, nn.Linear)
-        return self.head.weight
+        return self.head
 
     def _hidden_states(self, module: nn.Module, input_ids: Tensor) -> tuple[Tensor, Any]:
         """(B, S, H) last hidden states, and the output of the whole module.
@@ -115,11 +115,11 @@ class Scorer:
 
     @torch.no_grad()
     def _head_matches(self, module: nn.Module, device: torch.device) -> bool:
-        weight = self._head_weight()
-        ids = torch.arange(1, 9, device=device).remainder(weight.shape[0]).unsqueeze(0)
+        head = self._linear_head()
+        ids = torch.arange(1, 9, device=device).remainder(head.weight.shape[0]).unsqueeze(0)
         hidden, output = self._hidden_states(module, ids)
         expected = output.logits[:, -1].float()
-        projected = nn.functional.linear(hidden[:, -1], weight.to(hidden.dtype), self.head.bias).float()
+        projected = nn.functional.linear(hidden[:, -1], head.weight.to(hidden.dtype), head.bias).float()
         tolerance = HEAD_TOLERANCE.get(hidden.dtype, 1e-2) * float(expected.abs().max().clamp_min(1.0))
         return bool(torch.isfinite(projected).all()) and float((projected - expected).abs().max()) <= tolerance
 
@@ -150,7 +150,8 @@ def _names_dropout(name: str) -> bool:
     return "dropout" in name or name.endswith(("pdrop", "_drop"))
 
 
-def _base_model(model: nn.Module) -> Any:
+def _base_model(model: Any) -> Any:
+    """Below the adapter, if there is one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

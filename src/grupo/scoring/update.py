@@ -105,7 +105,8 @@ class PolicyUpdate:
         metrics.add_sum("effective_tokens", float(effective), 1.0 / self.ranks.num_processes)
         batches = list(micro_batches(working, self.rows_per_batch))
         # Every rank makes the same number of passes, or the ranks that wait for its gradients would hang.
-        passes: int = max(self.all_gather(len(batches)))  # type: ignore[type-var]
+        counts: list[Any] = self.all_gather(len(batches))
+        passes: int = max(counts)
         loss = torch.zeros((), device=self.ranks.device)
         entropy_sum = 0.0
         for index in range(passes):
