@@ -128,26 +128,32 @@ class Scorer:
 def dropout_off(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """No dropout, while `model.training` stays True: `eval()` would switch gradient checkpointing off as well.
 
-    Both kinds are covered: `nn.Dropout` modules, and rates kept as numbers, such as Llama's `attention_dropout`. Keep
-    the context open until after the backward pass, as checkpointing runs the forward again in there.
+    All three kinds are covered: `nn.Dropout` modules, rates kept as numbers in modules, such as Llama's
+    `attention_dropout`, and rates read from the config in every forward, such as Persimmon's. Keep the context open until
+    after the backward pass, as checkpointing runs the forward again in there.
     """
-    changed: list[tuple[nn.Module, str, float]] = []
+    changed: list[tuple[Any, str, float]] = []
     if enabled:
-        for module in model.modules():
-            for name, value in list(vars(module).items()):
-                is_rate = name == "p" if isinstance(module, nn.modules.dropout._DropoutNd) else _names_dropout(name)
+        for owner in [*model.modules(), *_configs(model)]:
+            for name, value in list(vars(owner).items()):
+                is_rate = name == "p" if isinstance(owner, nn.modules.dropout._DropoutNd) else _names_dropout(name)
                 if is_rate and isinstance(value, float) and value > 0:
-                    changed.append((module, name, value))
-                    setattr(module, name, 0.0)
+                    changed.append((owner, name, value))
+                    setattr(owner, name, 0.0)
     try:
         yield
     finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return [config for config in configs.values() if hasattr(config, "__dict__")]
 
 
 def _names_dropout(name: str) -> bool:
-    return "dropout" in name or name.endswith(("pdrop", "_drop"))
+    return "dropout" in name or name.endswith(("layerdrop", "pdrop", "_drop"))
 
 
 def _base_model(model: Any) -> Any:
