@@ -20,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import BOS_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
+import grupo
 from grupo import GRPOConfig, GRPOTrainer, ScriptedEngine
 
 DROP_IN = Path(__file__).parent / "drop_in"
@@ -36,13 +37,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model().save_pretrained(folder)
     tiny_tokenizer(chat_template=BOS_CHAT_TEMPLATE).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What grupo said; grows."""
-    caplog.set_level(logging.INFO, logger="grupo")
-    return caplog.messages
 
 
 # ---- the script ------------------------------------------------------------------------------------------------------
@@ -78,9 +72,10 @@ def run_script(folder: Path, model: Path, rows: list[dict[str, str]]) -> subproc
             "HF_TOKEN": "hf_of_the_stub",
             "HF_HOME": str(folder / "hub-cache"),
             "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",  # the stub speaks HTTP only
             "WANDB_MODE": "offline",
             "WANDB_DIR": str(folder),
-            "PYTHONPATH": os.pathsep.join([str(modules), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(modules), str(Path(grupo.__file__).parents[1])]),
         }
         return subprocess.run(
             [sys.executable, str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
@@ -165,7 +160,7 @@ def test_format_and_accuracy_rewards_together(tmp_path: Path, capsys: pytest.Cap
     ]
     tokenizer = tiny_tokenizer()
     engine = ScriptedEngine(
-        lambda prompt, place: [*tokenizer(answers[place])["input_ids"], tokenizer.eos_token_id],
+        lambda prompt, place: [*tokenizer.convert_tokens_to_ids(list(answers[place])), tokenizer.eos_token_id],
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         stop_token_ids=[tokenizer.eos_token_id],
     )
@@ -210,7 +205,7 @@ PROMPTS = [{"prompt": f"question {number}: "} for number in range(4)]
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_flash_attention_falls_back_where_grupo_loads_the_model(
-    tiny_folder: Path, tmp_path: Path, lines: list[str]
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = GRPOTrainer(
         model=str(tiny_folder),
@@ -219,7 +214,7 @@ def test_flash_attention_falls_back_where_grupo_loads_the_model(
         train_dataset=PROMPTS,
     )
     assert trainer.model.config._attn_implementation == "sdpa"
-    assert [line for line in lines if "flash" in line] == [
+    assert [line for line in caplog.messages if "flash" in line] == [
         "attn_implementation='flash_attention_2' needs the package flash-attn; 'sdpa' is used instead."
     ]
 
@@ -238,7 +233,7 @@ def test_plain_defaults_train_without_an_accelerator(tmp_path: Path, monkeypatch
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
 
-def test_old_names_work_in_a_whole_run(tiny_folder: Path, tmp_path: Path, lines: list[str]) -> None:
+def test_old_names_work_in_a_whole_run(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = config(
         tmp_path,
         max_steps=2,
@@ -267,5 +262,5 @@ def test_old_names_work_in_a_whole_run(tiny_folder: Path, tmp_path: Path, lines:
     assert sum("eval_reward" in entry for entry in logs) == 2
     assert len(trainer.train_rows) == len(PROMPTS)
     for name in ("warmup_ratio", "evaluation_strategy", "overwrite_output_dir", "logging_dir", "save_safetensors", "tokenizer"):
-        assert sum(line.startswith(name) for line in lines) == 1, name
-    assert "1 of 5 training prompts are longer than max_prompt_length=20 tokens and are left out." in lines
+        assert sum(line.startswith(name) for line in caplog.messages) == 1, name
+    assert "1 of 5 training prompts are longer than max_prompt_length=20 tokens and are left out." in caplog.messages

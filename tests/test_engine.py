@@ -201,3 +201,12 @@ def test_scripted_engine_cuts_where_a_sampler_would_have_stopped():
     empty = ScriptedEngine(lambda p, place: [], decode=decode, stop_token_ids=[1])
     with pytest.raises(DataError, match="no tokens"):
         empty.generate(requests(1), SamplingSpec())
+
+
+def test_scripted_engine_replays_a_list_in_order():
+    scripted = ScriptedEngine([[9, 1], [10, 1], [11, 1], [12, 1]], decode=decode, stop_token_ids=[1])
+    two_each = [GenerationRequest(p, (0, 0)) for p in PROMPTS[:2]]
+    results = scripted.generate(two_each, SamplingSpec())
+    assert [c.token_ids[0] for group in results for c in group] == [9, 10, 11, 12]
+    with pytest.raises(DataError, match="used up"):
+        scripted.generate(two_each, SamplingSpec())

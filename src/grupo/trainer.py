@@ -23,7 +23,14 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, set_
 from grupo.algo.entropy import EntropyController
 from grupo.algo.losses import Objective
 from grupo.config import GRPOConfig
-from grupo.data.prompts import PromptStream, PromptTokenizer, TokenizedRow, apply_length_policy, tokenize_rows
+from grupo.data.prompts import (
+    PromptStream,
+    PromptTokenizer,
+    TokenizedRow,
+    apply_length_policy,
+    column_names,
+    tokenize_rows,
+)
 from grupo.errors import ConfigError, TrainingError, UnsupportedError
 from grupo.metrics import MetricSums, merged, prefixed
 from grupo.models.load import (
@@ -42,6 +49,7 @@ from grupo.rollout.collect import AdvantageSettings, RolloutCollector, RolloutRe
 from grupo.rollout.deal import deal
 from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
+from grupo.runs.checkpoint import Window, load_state, save_state
 from grupo.runs.completion_table import CompletionTable
 from grupo.runs.folder import RunFolder, manifest
 from grupo.scoring.scorer import Scorer, dropout_off
@@ -51,9 +59,6 @@ from grupo.step_plan import StepPlan
 logger = logging.getLogger("grupo")
 
 RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]]
-
-# What the controllers need to go on from a checkpoint.
-STATE_NAME = "grupo_state.pt"
 
 
 class GRPOTrainer(Trainer):
@@ -155,6 +160,10 @@ class GRPOTrainer(Trainer):
         self.train_rows = self._rows(train_dataset, model, "training") if train_dataset is not None else []
         if train_dataset is not None:
             self.plan = StepPlan.from_config(args, num_prompts=len(self.train_rows))
+        for dataset in _named_datasets(eval_dataset).values():
+            if dataset is not None:
+                # What cannot be evaluated is found now, not at the first evaluation.
+                self._rows(dataset, model, "evaluation")
 
         super().__init__(
             model=model,
@@ -196,7 +205,7 @@ class GRPOTrainer(Trainer):
             rank=self.args.process_index,
         )
         self._metrics = MetricSums()
-        self._window: tuple[int, list[list[Sample]]] | None = None
+        self._window: Window | None = None
         self._nonfinite_in_a_row = 0
         self._windows_with_gap = 0
         self._step_tokens = 0
@@ -226,24 +235,24 @@ class GRPOTrainer(Trainer):
         if self._window is None or self._window[0] != window:
             if step != 0:
                 logger.warning(
-                    "Resuming inside a rollout window: the completions of window %d are sampled again, from the same "
-                    "prompts and the policy of step %d.", window, self.state.global_step,
+                    "The checkpoint has no rollout for step %d, in the middle of window %d: its prompts are answered again, "
+                    "by the policy as it is now.", self.state.global_step + 1, window,
                 )  # fmt: skip
             self._window = (window, self._roll_out(model, window))
-        steps = self._window[1]
-        return steps[step % len(steps)]
+        return self._window[1][step]
 
     def _roll_out(self, model: nn.Module, window: int) -> list[list[Sample]]:
         """Collects the rollouts of a window and deals their samples to its optimizer steps."""
         prompts = self.prompt_stream.window(window)
-        size = self.plan.completions_per_rollout * self.plan.rollouts_per_step
         dealt = deal(
-            window_size=size,
+            window_size=self.plan.completions_per_rollout * self.plan.rollouts_per_step,
+            rollout_size=self.plan.completions_per_rollout,
+            passes=self.plan.num_iterations,
             step_size=self.plan.completions_per_step,
             world_size=self.args.world_size,
             rank=self.args.process_index,
         )
-        own_numbers = sorted(number for numbers in dealt for number in numbers)
+        own_numbers = sorted({number for numbers in dealt for number in numbers})
         samples: dict[int, Sample] = {}
         for index in range(self.plan.rollouts_per_step):
             first = index * self.plan.completions_per_rollout
@@ -332,8 +341,7 @@ class GRPOTrainer(Trainer):
         """Reward functions find their columns, in every dataset, before anything is loaded."""
         for dataset in [train_dataset, *_named_datasets(eval_dataset).values()]:
             if dataset is not None and _length(dataset):
-                columns = getattr(dataset, "column_names", None) or list(dataset[0])
-                self.rewards.check_columns([name for name in columns if name != "prompt"])
+                self.rewards.check_columns(column_names(dataset))
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -501,31 +509,24 @@ class GRPOTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Private in the base class, but `on_save` fires only after rotation and upload: too late to add a file."""
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self._own_state(), folder / STATE_NAME)
+        save_state(
+            Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}",
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            window=self._window,
+            entropy_controller=None if self.entropy_controller is None else self.entropy_controller.state_dict(),
+            reference=self.reference.state_dict() if self.reference and self.config.sync_ref_model else None,
+        )
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        path = None if checkpoint is None else Path(checkpoint) / STATE_NAME
-        if path is not None and path.is_file():
-            self._load_own_state(torch.load(path, map_location=self.args.device, weights_only=True))
-
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            "world_size": self.args.world_size,
-            "entropy_controller": None if self.entropy_controller is None else self.entropy_controller.state_dict(),
-            "reference": self.reference.state_dict() if self.reference and self.config.sync_ref_model else None,
-        }
-
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        if state["world_size"] != self.args.world_size:
-            raise ConfigError(
-                f"The checkpoint was written by {state['world_size']} processes, and this run has "
-                f"{self.args.world_size}. Start it with {state['world_size']}."
-            )
+        if checkpoint is None:
+            return
+        state = load_state(Path(checkpoint), rank=self.args.process_index, world_size=self.args.world_size)
+        if state is None:
+            return
+        self._window = state["window"]
         if self.entropy_controller is not None and state["entropy_controller"] is not None:
             self.entropy_controller.load_state_dict(state["entropy_controller"])
         if self.reference is not None and state["reference"] is not None:

@@ -90,29 +90,47 @@ class PromptTokenizer:
         return tuple(encoded["input_ids"])
 
 
+def column_names(dataset: Rows) -> list[str]:
+    """The columns of a dataset that reward functions get: all but `prompt`. Looks at the first row at most.
+
+    Raises:
+        DataError: the dataset is empty, or has no `prompt`.
+    """
+    if not len(dataset):
+        raise DataError("The dataset has no rows. Give at least as many prompts as one rollout needs.")
+    names = list(getattr(dataset, "column_names", None) or dataset[0])
+    if "prompt" not in names:
+        raise DataError(
+            f"The dataset has no column `prompt`; its columns are {sorted(names)}. Rename the column that holds the "
+            "question, for example dataset.rename_column('question', 'prompt')."
+        )
+    return [name for name in names if name != "prompt"]
+
+
 def tokenize_rows(dataset: Rows, tokenizer: PromptTokenizer) -> list[TokenizedRow]:
     """Checks and tokenises every row once, before any step is taken.
 
     Raises:
-        DataError: the dataset is empty, a row has no usable `prompt`, or a prompt has no tokens.
+        DataError: the dataset is empty, a row has no usable `prompt` or other columns than the first, or a prompt has no
+            tokens.
     """
-    rows = [_tokenize_row(index, dataset[index], tokenizer) for index in range(len(dataset))]
-    if not rows:
-        raise DataError("The dataset has no rows. Give at least as many prompts as one rollout needs.")
-    return rows
+    names = column_names(dataset)
+    return [_tokenize_row(index, dataset[index], names, tokenizer) for index in range(len(dataset))]
 
 
-def _tokenize_row(index: int, row: Mapping[str, Any], tokenizer: PromptTokenizer) -> TokenizedRow:
-    if "prompt" not in row:
+def _tokenize_row(
+    index: int, row: Mapping[str, Any], names: Sequence[str], tokenizer: PromptTokenizer
+) -> TokenizedRow:
+    if row.keys() != {"prompt", *names}:
         raise DataError(
-            f"Row {index} has no column `prompt`; its columns are {sorted(row)}. Rename the column that holds the "
-            "question, for example dataset.rename_column('question', 'prompt')."
+            f"Row {index} has the columns {sorted(row)}, and row 0 has {sorted(['prompt', *names])}: reward functions get "
+            "one list per column. Give every row the same columns, with None where a value is missing."
         )
     content = _checked_content(index, row["prompt"])
     token_ids = tokenizer(content)
     if not token_ids:
         raise DataError(f"The prompt of row {index} has no tokens, so there is nothing to continue: {content!r}.")
-    columns = {name: value for name, value in row.items() if name != "prompt"}
+    columns = {name: row[name] for name in names}
     return TokenizedRow(row=index, token_ids=token_ids, content=content, columns=columns)
 
 

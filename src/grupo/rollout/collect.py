@@ -7,6 +7,7 @@ from all of them on every rank.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from grupo.records import Completion, Group, Prompt, RewardStatus, Rollout, Samp
 from grupo.rewards.runner import RewardRunner, RewardTable
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
 from grupo.sampling import SamplingSpec
+
+logger = logging.getLogger("grupo")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class RolloutCollector:
         self.prompt_text = prompt_text
         self.all_gather = all_gather
         self.run_seed = run_seed
+        self._told_about_abstentions = False
 
     def collect(
         self,
@@ -135,6 +139,7 @@ class RolloutCollector:
             )
         ]
         rows, user_metrics = self._exchange(numbers, rollouts, table, error)
+        self._tell(table)
         failures = sum(row.failed for row in rows)
         if failures > settings.max_failed_share * len(rows):
             raise RewardError(_too_many_failures(failures, len(rows), settings.max_failed_share, table))
@@ -200,6 +205,22 @@ class RolloutCollector:
             )
         except RewardError as error:
             return _all_failed(self.rewards.names, len(completions)), error
+
+    def _tell(self, table: RewardTable) -> None:
+        """Says which completions of this rank will be missing from the loss, and why."""
+        count = len(table.statuses)
+        for failure in table.failures:
+            logger.warning(
+                "Reward function %s: its reward failed on %d of %d completions, which are left out of the loss.%s",
+                failure.message, len(failure.rows), count, f"\n{failure.traceback}" if failure.traceback else "",
+            )  # fmt: skip
+        abstained = sum(set(statuses) == {RewardStatus.ABSTAINED} for statuses in table.statuses)
+        if abstained and not self._told_about_abstentions:
+            self._told_about_abstentions = True
+            logger.warning(
+                "All reward functions abstained on %d of %d completions, which are left out of the loss. This is said "
+                "once; rewards/<name>/abstained_share counts it.", abstained, count,
+            )  # fmt: skip
 
     def _exchange(
         self, numbers: Sequence[int], rollouts: Sequence[Rollout], table: RewardTable, error: RewardError | None

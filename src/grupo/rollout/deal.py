@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 
-def deal(*, window_size: int, step_size: int, world_size: int, rank: int) -> list[list[int]]:
-    """Completion numbers of `rank`, one list per optimizer step.
 
-    Completions are numbered group after group. A step takes the next `step_size` of them and deals contiguous, equal
-    shares to the ranks, so that groups stay together in a step, and on a rank, wherever sizes allow.
+def deal(
+    *, window_size: int, rollout_size: int, passes: int, step_size: int, world_size: int, rank: int
+) -> list[list[int]]:
+    """Completion numbers of `rank`, one list per optimizer step of the window, all passes included.
+
+    Completions are numbered group after group, and steps take the next `step_size` of them, pass after pass; a step may
+    hold the end of one pass and the start of the next, or several passes. Ranks get contiguous, equal shares of every
+    rollout, the same in every pass, so that groups stay together in a step, and on a rank, wherever sizes allow.
     """
-    share = step_size // world_size
-    starts = [first + rank * share for first in range(0, window_size, step_size)]
-    return [list(range(start, start + share)) for start in starts]
+    block_size = math.gcd(rollout_size, step_size)
+    share = block_size // world_size
+    starts = [first + rank * share for first in range(0, window_size, block_size)] * passes
+    blocks_per_step = step_size // block_size
+    return [
+        [number for start in starts[first : first + blocks_per_step] for number in range(start, start + share)]
+        for first in range(0, len(starts), blocks_per_step)
+    ]

@@ -16,18 +16,25 @@ class ScriptedEngine:
     """Replays token ids instead of sampling.
 
     Args:
-        script: called with the prompt and the place of the completion in its group; returns the token ids. What comes
-            after the first stop token, or after `max_new_tokens`, is cut off, as an engine that samples would never
-            have produced it.
+        script: token ids of each completion. Either a function of the prompt and the place of the completion in its
+            group, or a list that is used up in order, one entry per completion, group after group. What comes after the
+            first stop token, or after `max_new_tokens`, is cut off, as an engine that samples would never have produced
+            it.
         decode: token ids to text without special tokens.
         stop_token_ids: every id that ends a completion.
 
     Raises:
-        DataError: the script returned no tokens.
+        DataError: the script has no tokens for a completion.
     """
 
-    def __init__(self, script: Script, *, decode: Callable[[list[int]], str], stop_token_ids: Sequence[int]) -> None:
-        self.script = script
+    def __init__(
+        self,
+        script: Script | Sequence[Sequence[int]],
+        *,
+        decode: Callable[[list[int]], str],
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self.script = script if callable(script) else _in_order(script)
         self.decode = decode
         self.stop_token_ids = tuple(stop_token_ids)
 
@@ -53,3 +60,18 @@ class ScriptedEngine:
             text=self.decode(token_ids),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
         )
+
+
+def _in_order(completions: Sequence[Sequence[int]]) -> Script:
+    remaining = iter(completions)
+
+    def script(prompt: Prompt, place: int) -> Sequence[int]:
+        try:
+            return next(remaining)
+        except StopIteration:
+            raise DataError(
+                f"The script has {len(completions)} completions, and all of them are used up. Give one for every "
+                "completion of the run, evaluations included, or a function of the prompt and the place in its group."
+            ) from None
+
+    return script

@@ -25,6 +25,11 @@ from grupo.scoring.batch import collate, micro_batches
 from grupo.scoring.scorer import Scorer, Scores
 
 
+ENTROPY_ROUNDING = 1e-4
+"""Nats. Tokens this close below the entropy threshold reach it. The threshold is often one token's own entropy, and the
+first tokens of a group all have the same: computed again in another micro-batch, rounding would choose among them."""
+
+
 class Ranks(Protocol):
     """What the update needs from `accelerate.Accelerator`."""
 
@@ -245,7 +250,7 @@ class PolicyUpdate:
             values.append(entropy[batch.loss_mask].cpu())
         gathered: list[Any] = self.all_gather(torch.cat(values))
         everywhere = torch.cat(gathered)
-        threshold = entropy_threshold(everywhere, self.top_entropy_quantile)
+        threshold = entropy_threshold(everywhere, self.top_entropy_quantile) - ENTROPY_ROUNDING
         return threshold.to(self.ranks.device), int((everywhere >= threshold).sum())
 
 
