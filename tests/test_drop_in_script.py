@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
 import re
 import subprocess
@@ -15,16 +14,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from drop_in.stub_hub import stub_hub
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import BOS_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 import grupo
+from drop_in.stub_hub import stub_hub
 from grupo import GRPOConfig, GRPOTrainer, ScriptedEngine
+from tiny import BOS_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
 
 DROP_IN = Path(__file__).parent / "drop_in"
-POSTS = [json.loads(line) for line in (DROP_IN / "short_posts.jsonl").read_text(encoding="utf-8").splitlines()]
+POSTS = read_lines(DROP_IN / "short_posts.jsonl")
 NAME = "SmolGRPO-135M"
 COMPLETIONS_PER_STEP = 16
 PROMPTS_PER_STEP = 2
@@ -84,14 +88,13 @@ def run_script(folder: Path, model: Path, rows: list[dict[str, str]]) -> subproc
 
 def check_the_run(folder: Path, model: Path, result: subprocess.CompletedProcess[str], steps: int) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
-    metrics = [json.loads(line) for line in (folder / "GRPO" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    logged = [entry for entry in metrics if "loss" in entry]
+    logged = [entry for entry in read_lines(folder / "GRPO" / "metrics.jsonl") if "loss" in entry]
     assert [entry["step"] for entry in logged] == list(range(1, steps + 1))
     assert all({"loss", "reward", "epoch", "rewards/reward_len/mean"} <= entry.keys() for entry in logged)
     printed = [line for line in result.stdout.splitlines() if line.startswith("{'loss'")]
     assert len(printed) == steps, "one dictionary per step on the screen, as logging_steps=1 says"
 
-    groups = [json.loads(line) for line in (folder / "GRPO" / "completions.jsonl").read_text(encoding="utf-8").splitlines()]
+    groups = read_lines(folder / "GRPO" / "completions.jsonl")
     completions = [completion for group in groups for completion in group["completions"]]
     assert len(completions) == steps * COMPLETIONS_PER_STEP
     # The function counts characters, whatever the text around it says about tokens.
@@ -164,7 +167,8 @@ def test_format_and_accuracy_rewards_together(tmp_path: Path, capsys: pytest.Cap
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         stop_token_ids=[tokenizer.eos_token_id],
     )
-    model = get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear"))
+    lora_config = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+    model = get_peft_model(tiny_model(), lora_config)
     print(model.print_trainable_parameters())
     assert "trainable params" in capsys.readouterr().out
     trainer = GRPOTrainer(
@@ -176,7 +180,7 @@ def test_format_and_accuracy_rewards_together(tmp_path: Path, capsys: pytest.Cap
         engine=engine,
     )
     trainer.train()
-    (group,) = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text(encoding="utf-8").splitlines()]
+    (group,) = read_lines(tmp_path / "completions.jsonl")
     scores = [tuple(completion["rewards"].values()) for completion in group["completions"]]
     assert scores == [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0)]
     assert [completion["reward"] for completion in group["completions"]] == [2.0, 1.0, 1.0, 0.0]
@@ -261,6 +265,7 @@ def test_old_names_work_in_a_whole_run(tiny_folder: Path, tmp_path: Path, caplog
     assert [entry["learning_rate"] for entry in logs if "loss" in entry] == [0.0, args.learning_rate]
     assert sum("eval_reward" in entry for entry in logs) == 2
     assert len(trainer.train_rows) == len(PROMPTS)
-    for name in ("warmup_ratio", "evaluation_strategy", "overwrite_output_dir", "logging_dir", "save_safetensors", "tokenizer"):
+    old_names = "warmup_ratio evaluation_strategy overwrite_output_dir logging_dir save_safetensors tokenizer"
+    for name in old_names.split():
         assert sum(line.startswith(name) for line in caplog.messages) == 1, name
     assert "1 of 5 training prompts are longer than max_prompt_length=20 tokens and are left out." in caplog.messages

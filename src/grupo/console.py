@@ -19,11 +19,21 @@ SHOWN = {
 }
 
 
+def say(console: Console, text: str) -> None:
+    """One line stays one line, whatever the width of the window: people search and copy them."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
 def step_bar(console: Console) -> Progress:
     return Progress(
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[eta]}"),
-        console=console, disable=not console.is_terminal,
-    )  # fmt: skip
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[eta]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
 
 
 class ProgressLines(TrainerCallback):
@@ -50,13 +60,13 @@ class ProgressLines(TrainerCallback):
             eta = f"about {minutes(left)} left"
             if not self._told_eta:
                 self._told_eta = True
-                self.console.print(f"after 2 steps: {eta}", highlight=False)
+                say(self.console, f"after 2 steps: {eta}")
         self.bar.update(self._task, completed=state.global_step, eta=eta)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             shown = [text.format(logs[name]) for name, text in SHOWN.items() if name in logs]
-            self.console.print(f"step {state.global_step:>4}/{state.max_steps}  {'  '.join(shown)}", highlight=False)
+            say(self.console, f"step {state.global_step:>4}/{state.max_steps}  {'  '.join(shown)}")
 
 
 def minutes(seconds: float) -> str:

@@ -12,6 +12,18 @@ from dataclasses import dataclass, field
 
 AllGather = Callable[[object], list[object]]
 
+STEP_METRICS = frozenset(
+    {
+        *("loss", "policy_loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens"),
+        *("entropy", "entropy_coef", "kl"),
+        *("clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max"),
+        *("clip_ratio/region_mean", "cispo_clip_ratio", "vespo/phi_seq_mean", "ratio/mean", "off_policy/kept_mean"),
+        *("effective_tokens", "padding_share", "nonfinite_step_share", "sampling/logprob_gap", "tokens_per_second"),
+        *("step_time", "time/generating", "time/rewarding", "time/scoring", "time/updating"),
+    }
+)
+"""Names in a training log besides those of the rollout, of reward functions and of the end of a run."""
+
 
 @dataclass
 class MetricSums:

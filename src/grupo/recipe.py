@@ -1,12 +1,12 @@
 """Recipes: one small YAML file that says what to train on what. Imports no torch.
 
-    model: default                # name on the Hub, local folder, or `default`
-    task: times-tables            # a built-in task, or `dataset:` below
-    dataset: {path: data.jsonl, prompt: question, system: "...", held_out: 100}
-    rewards: [number_match, {name: tag_format, weight: 0.3, arguments: {tags: [think, answer]}}]
-    lora: {r: 16, alpha: 32}      # `lora: null` trains all weights
-    training: {learning_rate: 1e-4, max_steps: 30}      # fields of GRPOConfig
-    eval: {enabled: true, samples_per_prompt: 4}
+model: default                # name on the Hub, local folder, or `default`
+task: times-tables            # a built-in task, or `dataset:` below
+dataset: {path: data.jsonl, prompt: question, system: "...", held_out: 100}
+rewards: [number_match, {name: tag_format, weight: 0.3, arguments: {tags: [think, answer]}}]
+lora: {r: 16, alpha: 32}      # `lora: null` trains all weights
+training: {learning_rate: 1e-4, max_steps: 30}      # fields of GRPOConfig
+eval: {enabled: true, samples_per_prompt: 4}
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Part(BaseModel):
 
 
 class RewardSpec(_Part):
-    """A reward by name: a built-in one, or `package.module:function`."""
+    """A built-in reward by name."""
 
     name: str
     weight: float = 1.0
@@ -87,14 +87,18 @@ class Recipe(_Part):
     @field_validator("rewards", mode="before")
     @classmethod
     def _names_are_rewards(cls, value: Any) -> Any:
-        return [{"name": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+        if not isinstance(value, list):
+            return value
+        return [{"name": item} if isinstance(item, str) else item for item in value]
 
     @model_validator(mode="after")
     def _one_source(self) -> Recipe:
-        if (self.task is None) == (self.dataset is None):
-            raise ValueError("give either `task` or `dataset`, one of them")
+        if self.task is None and self.dataset is None:
+            raise ValueError("It names no data: give `task` (see `grupo tasks`) or `dataset`")
+        if self.task is not None and self.dataset is not None:
+            raise ValueError(f"It has `task` ({self.task}) and `dataset`: take one out, for example by --set task=null")
         if self.dataset is not None and not self.rewards:
-            raise ValueError("a `dataset` needs `rewards`: name at least one")
+            raise ValueError("A `dataset` needs `rewards`: name at least one (see `grupo rewards`)")
         return self
 
 
@@ -122,7 +126,7 @@ def _read(source: str | None) -> dict[str, Any]:
     name = source or "quickstart"
     path = Path(name)
     if path.is_file():
-        text = path.read_text(encoding="utf-8")
+        text: str | bytes = path.read_bytes()
     elif name in built_in_recipes():
         text = importlib.resources.files("grupo").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
     else:
@@ -143,11 +147,16 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-4 as text; everyone who writes it means the number."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Puts text that `_Loader` would read as a number in quotes."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -161,9 +170,15 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if child is None:
             child = target[key] = {}
         if not isinstance(child, dict):
-            raise ConfigError(f"--set {override!r}: `{'.'.join(keys[: depth + 1])}` is a value, not a group of settings.")
+            place = ".".join(keys[: depth + 1])
+            raise ConfigError(f"--set {override!r}: `{place}` is a value, not a group of settings.")
         target = child
-    target[keys[-1]] = yaml.load(text, Loader=_Loader)
+    try:
+        target[keys[-1]] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"--set {override!r}: the value is not valid YAML. Put text with special characters in quotes."
+        ) from None
 
 
 def _explain(error: ValidationError) -> str:
@@ -190,4 +205,4 @@ def _fields_at(location: tuple[int | str, ...]) -> Mapping[str, Any]:
 
 def to_yaml(recipe: Recipe) -> str:
     """The resolved recipe; reading it back gives the same one."""
-    return str(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    return str(yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import logging
+import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from grupo.config import GRPOConfig
-from grupo.console import ProgressLines, step_bar
-from grupo.data.prompts import Rows, TokenizedRow, apply_length_policy, tokenize_rows
+from grupo.console import ProgressLines, say, step_bar
+from grupo.data.prompts import Rows, apply_length_policy, tokenize_rows
 from grupo.data.sources import recipe_rows
-from grupo.errors import ConfigError
+from grupo.data.tasks import make_task
+from grupo.errors import ConfigError, GrupoError
 from grupo.evals.held_out import HeldOutResult, evaluate_held_out
 from grupo.evals.statistics import paired_difference
 from grupo.models.default_model import default_model_path
 from grupo.models.load import context_length
-from grupo.recipe import Recipe, to_yaml
+from grupo.recipe import Recipe, RewardSpec, to_yaml
 from grupo.rewards.registry import make_reward
-from grupo.runs.folder import group_record
+from grupo.runs.folder import fresh_folder, group_record
 from grupo.sampling import SamplingSpec
 from grupo.trainer import GRPOTrainer
 
@@ -54,66 +58,84 @@ class Clock:
 
 
 def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bool = False) -> int:
-    """Runs a recipe and returns the exit code: 0 done, 130 interrupted with a usable adapter."""
+    """Runs a recipe and returns the exit code: 0 done, 130 interrupted with a usable adapter.
+
+    Raises:
+        ConfigError, DataError: before anything is written, with what to set instead.
+        GrupoError: the run had to stop; the model is saved as it was then.
+    """
     clock = Clock()
-    config = training_config(recipe, resume=resume)
+    recipe = with_run_folder(recipe, resume=resume)
+    config = GRPOConfig(**recipe.training)
     rows, held_out_rows = recipe_rows(recipe, config.seed)
     rewards, weights = recipe_rewards(recipe)
     if config.reward_weights is None and any(weight != 1.0 for weight in weights):
         config.reward_weights = weights
     trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards))
+    folder = trainer.run_folder.path
+    held_out = _held_out(recipe, trainer, held_out_rows)
     _introduce(console, recipe, trainer, held_out_rows)
     if dry_run:
+        _remove_if_empty(folder)  # the base class has made it
         return 0
-    held_out = _held_out(recipe, trainer, held_out_rows)
-    trainer.run_folder.path.mkdir(parents=True, exist_ok=True)
-    (trainer.run_folder.path / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
-
+    trainer.open_run_folder(resumed=resume)
     before = after = None
-    interrupted = False
+    stopped: KeyboardInterrupt | GrupoError | None = None
     try:
+        (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
         if held_out is not None:
             before = clock.measure("eval_before", lambda: held_out("before"))
-            console.print(f"held-out before training: {_percent(before)}")
+            say(console, f"held-out before training: {_shown(before, before.is_accuracy)}")
         clock.measure("training", lambda: _run_training(trainer, console, resume))
         if held_out is not None:
             after = clock.measure("eval_after", lambda: held_out("after"))
-    except KeyboardInterrupt:
-        interrupted = True
-        console.print("\nInterrupted: saving the model as it is now.")
-    clock.measure("saving", lambda: trainer.save_model(str(trainer.run_folder.path)))
-    _write_summary(trainer, clock, before, after, interrupted)
-    _report(console, trainer, before, after)
+    except (KeyboardInterrupt, GrupoError) as reason:
+        stopped = reason
+        say(console, "\nThe run stops here: saving the model as it is now.")
+    clock.measure("saving", lambda: trainer.save_model(str(folder)))
+    interrupted = isinstance(stopped, KeyboardInterrupt)
+    # A weighted reward whose answers all score 0 at the start looks like an accuracy until the second evaluation.
+    is_accuracy = all(result.is_accuracy for result in (before, after) if result is not None)
+    _write_summary(trainer, clock, before, after, is_accuracy=is_accuracy, interrupted=interrupted)
+    if before is not None and after is not None:
+        _report(console, before, after, is_accuracy=is_accuracy)
+    say(console, f"run folder  {escape(str(folder))}")
+    if isinstance(stopped, GrupoError):
+        raise stopped
     return INTERRUPTED if interrupted else 0
 
 
-def training_config(recipe: Recipe, *, resume: bool = False) -> GRPOConfig:
-    """The recipe's `training` as a GRPOConfig, with a fresh run folder unless one is named.
+def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
+    """The recipe with a fresh run folder, unless it names one.
 
     Raises:
-        ConfigError: a field that does not exist or cannot work.
+        ConfigError: there is nothing to resume.
     """
-    values = dict(recipe.training)
-    if "output_dir" not in values:
-        if resume:
-            raise ConfigError("--resume needs the run to continue: add --set training.output_dir=FOLDER.")
-        values["output_dir"] = str(fresh_folder(Path("runs"), recipe.task or Path(recipe.dataset.path).stem))  # type: ignore[union-attr]
-    return GRPOConfig(**values)
+    folder = recipe.training.get("output_dir")
+    if resume:
+        if folder is None:
+            raise ConfigError(
+                "--resume needs the run to continue: name its own recipe, for example runs/times-tables/recipe.yaml, "
+                "or add --set training.output_dir=FOLDER."
+            )
+        if not (Path(folder).is_dir() and get_last_checkpoint(folder)):
+            raise ConfigError(
+                f"--resume: {folder} has no checkpoint. Leave --resume out to start again; with "
+                "training.save_strategy=steps and training.save_steps=10 a run makes a checkpoint every 10 steps."
+            )
+    if folder is None:
+        name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
+        folder = str(fresh_folder(Path("runs"), name))
+    return recipe.model_copy(update={"training": {**recipe.training, "output_dir": folder}})
 
 
-def fresh_folder(parent: Path, name: str) -> Path:
-    """`parent/name`, or with the next free number behind it."""
-    candidate, number = parent / name, 2
-    while candidate.exists():
-        candidate, number = parent / f"{name}-{number}", number + 1
-    return candidate
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def recipe_rewards(recipe: Recipe) -> tuple[list[Any], list[float]]:
     """Reward functions and weights; a task brings its own where the recipe names none."""
-    from grupo.data.tasks import make_task
-    from grupo.recipe import RewardSpec
-
     specs = recipe.rewards or [
         RewardSpec(name=name, arguments=arguments) for name, arguments in make_task(recipe.task or "").rewards.items()
     ]
@@ -149,33 +171,38 @@ def _lora(recipe: Recipe) -> Any:
     )
 
 
-def _held_out(
-    recipe: Recipe, trainer: GRPOTrainer, rows: Rows
-) -> Callable[[str], HeldOutResult] | None:
+def _held_out(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Callable[[str], HeldOutResult] | None:
     """The evaluation, ready to be run twice; None where the recipe switches it off or has nothing held out."""
     if not recipe.eval.enabled:
         return None
     if not len(rows):
         logger.warning("Nothing is held out, so there is no evaluation. Set dataset.held_out to a number of rows.")
         return None
-    tokenized: list[TokenizedRow] = apply_length_policy(
+    config = trainer.config
+    prompts = apply_length_policy(
         tokenize_rows(rows, trainer.prompt_tokenizer),
-        max_prompt_length=trainer.config.max_prompt_length,
-        overlong_prompts=trainer.config.overlong_prompts,
-        max_completion_length=trainer.config.sampling_spec().max_new_tokens,
+        max_prompt_length=config.max_prompt_length,
+        overlong_prompts=config.overlong_prompts,
+        max_completion_length=config.sampling_spec().max_new_tokens,
         context_length=context_length(trainer.model),
         what="held-out",
-    )[: recipe.eval.max_prompts]
-    sampling = SamplingSpec(
-        temperature=recipe.eval.temperature, max_new_tokens=trainer.config.sampling_spec().max_new_tokens
     )
+    if recipe.eval.max_prompts is not None and recipe.eval.max_prompts < len(prompts):
+        # Not the first ones: rows are often in order of difficulty.
+        prompts = random.Random(f"held-out prompts, seed {config.seed}").sample(prompts, recipe.eval.max_prompts)
+    sampling = SamplingSpec(temperature=recipe.eval.temperature, max_new_tokens=config.sampling_spec().max_new_tokens)
 
     def run(when: str) -> HeldOutResult:
         result = evaluate_held_out(
-            trainer.collector, tokenized, samples_per_prompt=recipe.eval.samples_per_prompt, sampling=sampling
+            trainer.collector,
+            prompts,
+            samples_per_prompt=recipe.eval.samples_per_prompt,
+            sampling=sampling,
+            weights=config.reward_weights,
+            rows_at_once=trainer.eval_rows_at_once(),
         )
         records = [group_record(group, trainer.rewards.names) for group in result.groups]
-        trainer.run_folder.write_json(f"eval_{when}.json", {**result.as_dict(), "groups": records})
+        trainer.run_folder.write_json(f"eval_{when}.json", {**result.as_dict(result.is_accuracy), "groups": records})
         return result
 
     return run
@@ -189,16 +216,18 @@ def _run_training(trainer: GRPOTrainer, console: Console, resume: bool) -> None:
 
 def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_rows: Rows) -> None:
     share = trainer.trainable_parameters / trainer.total_parameters
-    console.print(f"[bold]model[/]    {recipe.model}, {trainer.total_parameters / 1e6:.1f} M parameters, "
-                  f"{trainer.trainable_parameters / 1e6:.2f} M trainable ({share:.2%})")  # fmt: skip
-    console.print(f"[bold]task[/]     {recipe.task or recipe.dataset.path}: {len(trainer.train_rows)} training prompts, "  # type: ignore[union-attr]
-                  f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
+    source = recipe.task or recipe.dataset.path  # type: ignore[union-attr]
+    say(console, f"[bold]model[/]    {escape(recipe.model)}, {trainer.total_parameters / 1e6:.1f} M parameters, "
+                 f"{trainer.trainable_parameters / 1e6:.2f} M trainable ({share:.2%})")  # fmt: skip
+    say(console, f"[bold]task[/]     {escape(source)}: {len(trainer.train_rows)} training prompts, "
+                 f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
     for line in trainer.plan.describe():
         name, _, text = line.partition(": ")
-        console.print(f"[bold]{name}[/]: {text}" if text else line, highlight=False)
+        say(console, f"[bold]{name}[/]: {text}" if text else line)
+    trainer.told_plan = True
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
-    console.print(f"[bold]run[/]      {steps} optimizer steps, {steps * trainer.plan.completions_per_step} completions, "
-                  f"into {trainer.run_folder.path}")  # fmt: skip
+    say(console, f"[bold]run[/]      {steps} optimizer steps, {steps * trainer.plan.completions_per_step} completions, "
+                 f"into {escape(str(trainer.run_folder.path))}")  # fmt: skip
 
 
 def _write_summary(
@@ -206,26 +235,21 @@ def _write_summary(
     clock: Clock,
     before: HeldOutResult | None,
     after: HeldOutResult | None,
+    *,
+    is_accuracy: bool,
     interrupted: bool,
 ) -> None:
-    seconds = {**clock.seconds, "total": clock.total(), **_training_seconds(trainer)}
     summary: dict[str, Any] = {
-        "eval_before": None if before is None else before.as_dict(),
-        "eval_after": None if after is None else after.as_dict(),
+        "eval_before": None if before is None else before.as_dict(is_accuracy),
+        "eval_after": None if after is None else after.as_dict(is_accuracy),
         "steps": trainer.state.global_step,
         "completions": trainer.state.global_step * trainer.plan.completions_per_step // trainer.plan.num_iterations,
         "tokens": trainer.state.num_input_tokens_seen,
         "peak_rss_bytes": peak_rss_bytes(),
-        "seconds": seconds,
+        "seconds": {**clock.seconds, "total": clock.total(), **trainer.seconds},
         "interrupted": interrupted,
     }
     trainer.run_folder.write_json("summary.json", summary)
-
-
-def _training_seconds(trainer: GRPOTrainer) -> Mapping[str, float]:
-    """Seconds of training by phase, from the log."""
-    phases = ("generating", "rewarding", "scoring", "updating")
-    return {phase: sum(entry.get(f"time/{phase}", 0.0) for entry in trainer.state.log_history) for phase in phases}
 
 
 def peak_rss_bytes() -> int:
@@ -234,18 +258,14 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _report(
-    console: Console, trainer: GRPOTrainer, before: HeldOutResult | None, after: HeldOutResult | None
-) -> None:
-    if before is not None and after is not None:
-        console.print(_examples(before, after))
-        change = paired_difference(before.scores, after.scores)
-        what = "held-out accuracy" if before.is_accuracy else "held-out mean reward"
-        console.print(f"[bold]{what}[/]  before {_percent(before)}")
-        console.print(f"{' ' * len(what)}  after  {_percent(after)}")
-        unit = (lambda value: f"{value * 100:+.1f} points") if before.is_accuracy else (lambda value: f"{value:+.2f}")
-        console.print(f"change    {unit(change.mean)}, 95 % interval {unit(change.low)} to {unit(change.high)}, by prompt")
-    console.print(f"run folder  {trainer.run_folder.path}")
+def _report(console: Console, before: HeldOutResult, after: HeldOutResult, *, is_accuracy: bool) -> None:
+    console.print(_examples(before, after))
+    change = paired_difference(before.scores, after.scores)
+    what = "held-out accuracy" if is_accuracy else "held-out mean reward"
+    say(console, f"[bold]{what}[/]  before {_shown(before, is_accuracy)}")
+    say(console, f"{' ' * len(what)}  after  {_shown(after, is_accuracy)}")
+    unit = (lambda value: f"{value * 100:+.1f} points") if is_accuracy else (lambda value: f"{value:+.2f}")
+    say(console, f"change    {unit(change.mean)}, 95 % interval {unit(change.low)} to {unit(change.high)}, by prompt")
 
 
 def _examples(before: HeldOutResult, after: HeldOutResult, count: int = 3) -> Table:
@@ -257,7 +277,7 @@ def _examples(before: HeldOutResult, after: HeldOutResult, count: int = 3) -> Ta
     for old, new in list(zip(before.groups, after.groups, strict=True))[::stride][:count]:
         content = old.prompt.content
         prompt = content if isinstance(content, str) else str(content[-1]["content"])
-        table.add_row(_plain(prompt), *(_plain(_with_reward(group)) for group in (old, new)))
+        table.add_row(escape(prompt), *(escape(_with_reward(group)) for group in (old, new)))
     return table
 
 
@@ -265,13 +285,8 @@ def _with_reward(group: Any) -> str:
     return f"{group.rollouts[0].completion.text}  (reward {group.rewards[0]:g})"
 
 
-def _plain(text: str) -> str:
-    """Model output is no markup."""
-    return text.replace("[", r"\[")
-
-
-def _percent(result: HeldOutResult) -> str:
+def _shown(result: HeldOutResult, is_accuracy: bool) -> str:
     interval = result.interval
-    if result.is_accuracy:
+    if is_accuracy:
         return f"{interval.mean:.1%} (95 % interval {interval.low:.1%} to {interval.high:.1%}, {interval.n} samples)"
     return f"{interval.mean:.2f} (95 % interval {interval.low:.2f} to {interval.high:.2f}, {interval.n} samples)"

@@ -31,7 +31,7 @@ from grupo.data.prompts import (
     column_names,
     tokenize_rows,
 )
-from grupo.errors import ConfigError, TrainingError, UnsupportedError
+from grupo.errors import ConfigError, DataError, TrainingError, UnsupportedError
 from grupo.metrics import MetricSums, merged, prefixed
 from grupo.models.load import (
     add_adapter,
@@ -128,6 +128,7 @@ class GRPOTrainer(Trainer):
         # What can be refused without the model is refused before it is loaded.
         self.plan = StepPlan.from_config(args, num_prompts=None if train_dataset is None else _length(train_dataset))
         self._check_columns(train_dataset, eval_dataset)
+        _check_best_metric(args, eval_dataset)
 
         set_seed(args.seed)
         if isinstance(model, str):
@@ -171,7 +172,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=callbacks,
+            callbacks=[*(callbacks or []), _LastStepIsLogged()],
             optimizers=optimizers,
         )
         if self.args.n_gpu > 1:
@@ -204,12 +205,15 @@ class GRPOTrainer(Trainer):
             unique_prompts=args.log_unique_prompts,
             rank=self.args.process_index,
         )
+        self.seconds = dict.fromkeys(("generating", "rewarding", "scoring", "updating"), 0.0)
+        """Of training, on this process, by phase."""
         self._metrics = MetricSums()
         self._window: Window | None = None
         self._nonfinite_in_a_row = 0
         self._windows_with_gap = 0
         self._step_tokens = 0
         self._told_about_loss = False
+        self.told_plan = False
 
     # ---- one GRPO step ---------------------------------------------------------------------------------------------
 
@@ -275,7 +279,7 @@ class GRPOTrainer(Trainer):
             with_old=self.plan.steps_per_rollout > 1,
             reference=self.reference,
         )
-        self._metrics.add("time/scoring", time.perf_counter() - started)
+        self._spend("scoring", time.perf_counter() - started)
         by_number = dict(zip(own_numbers, scored, strict=True))
         return [[by_number[number] for number in numbers] for numbers in dealt]
 
@@ -290,9 +294,16 @@ class GRPOTrainer(Trainer):
 
     def _drop_nonfinite_gradients(self) -> None:
         """No optimizer step with NaN or infinite gradients; with fp16 the loss scaler sees to that itself."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if not gradients:
+            # With checkpointing, backward runs even where no trainable parameter takes part.
+            raise TrainingError(
+                f"None of the {self.trainable_parameters:,} trainable parameters has a gradient: they take no part in "
+                "the model's output, so training would change nothing. Set requires_grad on parameters that do, or pass "
+                "a peft_config."
+            )
         if self.accelerator.scaler is not None:
             return
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         finite = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
         self._metrics.add("nonfinite_step_share", 0.0 if finite else 1.0)
         self._nonfinite_in_a_row = 0 if finite else self._nonfinite_in_a_row + 1
@@ -363,8 +374,8 @@ class GRPOTrainer(Trainer):
         return self.plan.completions_per_step
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of the last step's forward and backward, by the usual 6 x parameters x tokens."""
-        return 6 * self._step_tokens * self.total_parameters
+        """This rank's share of the last step's forward and backward, by the usual 6 x parameters x tokens."""
+        return 6 * self._step_tokens * self.total_parameters // int(self.args.world_size)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -401,7 +412,7 @@ class GRPOTrainer(Trainer):
             settings=_advantage_settings(self.config),
             trainer_state=self.state,
             purpose="eval",
-            rows_at_once=self._eval_rows_at_once(),
+            rows_at_once=self.eval_rows_at_once(),
         )
         self.run_folder.path.mkdir(parents=True, exist_ok=True)
         self.run_folder.append_completions(
@@ -415,7 +426,7 @@ class GRPOTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, output)
         return output
 
-    def _eval_rows_at_once(self) -> int | None:
+    def eval_rows_at_once(self) -> int | None:
         """`per_device_eval_batch_size` where the user set it; otherwise all rows are sampled together."""
         explicit = "per_device_eval_batch_size" in self.config.explicit_fields
         return self.config.per_device_eval_batch_size if explicit else None
@@ -424,8 +435,27 @@ class GRPOTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.train`; opens the run folder first."""
-        resumed = bool(kwargs.get("resume_from_checkpoint") or (args and args[0]))
-        self.run_folder.start(resumed=resumed)
+        self.open_run_folder(resumed=bool(kwargs.get("resume_from_checkpoint") or (args and args[0])))
+        if not self.told_plan:
+            self.told_plan = True
+            # Without any logging set-up only warnings are seen, and what was raised or is dropped must be.
+            level = logging.WARNING if self.plan.raised_from or self.plan.dropped_prompts_per_epoch else logging.INFO
+            for line in self.plan.describe():
+                logger.log(level, "%s", line)
+        # A second call is a run of its own.
+        self._window = None
+        self._nonfinite_in_a_row = self._windows_with_gap = 0
+        self._metrics.clear()
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.run_folder.is_open = False
+
+    def open_run_folder(self, *, resumed: bool = False) -> None:
+        """Moves an earlier run aside and writes the manifest. `train` calls it, unless it was called before."""
+        if self.run_folder.is_open:
+            return
+        self.run_folder.open(resumed=resumed)
         if not resumed:
             self.run_folder.write_json(
                 "manifest.json",
@@ -438,9 +468,6 @@ class GRPOTrainer(Trainer):
                     parameters=self.total_parameters,
                 ),
             )
-        for line in self.plan.describe():
-            logger.info("%s", line)
-        return super().train(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log to a training log, and writes every log to `metrics.jsonl`."""
@@ -458,10 +485,10 @@ class GRPOTrainer(Trainer):
             self.run_folder.append_metrics({"step": self.state.global_step, **logs})
 
     def _record_rollout(self, result: RolloutResult) -> None:
-        metrics = result.metrics
-        metrics.add("time/generating", result.seconds_generating)
-        metrics.add("time/rewarding", result.seconds_rewarding)
-        self._metrics.merge(metrics)
+        self.state.num_input_tokens_seen += result.tokens
+        self._metrics.merge(result.metrics)
+        self._spend("generating", result.seconds_generating)
+        self._spend("rewarding", result.seconds_rewarding)
         self.run_folder.path.mkdir(parents=True, exist_ok=True)
         self.run_folder.append_completions(
             result.groups, step=self.state.global_step + 1, reward_names=self.rewards.names
@@ -474,17 +501,21 @@ class GRPOTrainer(Trainer):
         gathered: list[Any] = self._all_gather((result.metrics, result.entropy_sum, tokens))
         step_metrics = merged(metrics for metrics, _, _ in gathered)
         self._step_tokens = sum(tokens for _, _, tokens in gathered)
-        self.state.num_input_tokens_seen += self._step_tokens
         self._check_sampler(step_metrics)
         self._metrics.merge(step_metrics)
         self._metrics.add("step_time", seconds)
-        self._metrics.add("time/updating", result.seconds)
+        self._spend("updating", result.seconds)
         self._metrics.add_sum("tokens_per_second", self._step_tokens, seconds)
         if self.entropy_controller is not None:
             self._metrics.add("entropy_coef", self.entropy_controller.coef)
             self.entropy_controller.update(sum(entropy for _, entropy, _ in gathered), result.totals.entropy_tokens)
         elif self.config.entropy_coef:
             self._metrics.add("entropy_coef", self.config.entropy_coef)
+
+    def _spend(self, phase: str, seconds: float) -> None:
+        """Counts the seconds of a phase, for the next log and for the whole run."""
+        self._metrics.add(f"time/{phase}", seconds)
+        self.seconds[phase] += seconds
 
     def _check_sampler(self, metrics: MetricSums) -> None:
         """The sampler must be the policy: warn, then stop, when its log-probs are not those of the trainer."""
@@ -550,7 +581,7 @@ class GRPOTrainer(Trainer):
             pad_token_id=0 if pad is None else pad,
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
             all_gather=self._all_gather,
-            autocast=self.compute_loss_context_manager,
+            autocast=self.accelerator.autocast,
             dtype=torch.float64 if torch.float64 in floats else torch.float32,
             top_entropy_quantile=self.config.top_entropy_quantile,
             kl_on_dead_groups=self.config.kl_on_dead_groups,
@@ -566,6 +597,14 @@ class GRPOTrainer(Trainer):
 
     def _all_gather(self, item: object) -> list[object]:
         return list(gather_object([item])) if self.args.world_size > 1 else [item]
+
+
+class _LastStepIsLogged(TrainerCallback):
+    """What came after the last multiple of `logging_steps` would be in no log."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_training_stop and args.logging_strategy != "no":
+            control.should_log = True
 
 
 class _StepArguments(GRPOConfig):
@@ -653,11 +692,29 @@ def _entropy_controller(config: GRPOConfig) -> EntropyController | None:
     )
 
 
+def _check_best_metric(config: GRPOConfig, eval_dataset: Any) -> None:
+    """The base class would look for the metric only after the first evaluation."""
+    if config.metric_for_best_model is None or config.eval_strategy == "no":
+        return
+    chosen = f"metric_for_best_model={config.metric_for_best_model!r}"
+    name = config.metric_for_best_model.removeprefix("eval_")
+    if name == "loss":
+        raise ConfigError(f"{chosen}: there is no eval_loss, as it says nothing about progress. Set it to 'reward'.")
+    if isinstance(eval_dataset, Mapping) and not any(name.startswith(f"{dataset}_") for dataset in eval_dataset):
+        options = ", ".join(repr(f"{dataset}_reward") for dataset in eval_dataset)
+        raise ConfigError(f"{chosen}: eval_dataset has several datasets, so it must name one. Set it to {options}.")
+
+
 def _named_datasets(dataset: Any) -> Mapping[str, Any]:
     return dataset if isinstance(dataset, Mapping) else {"": dataset}
 
 
 def _length(dataset: Any) -> int:
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"The dataset consists of several datasets: {', '.join(map(repr, dataset))}. Pass one of them, as in "
+            f"train_dataset=data[{next(iter(dataset), 'train')!r}]."
+        )
     if not hasattr(dataset, "__len__"):
         raise UnsupportedError(
             f"The dataset is {type(dataset).__name__}, which has no length. Take a finite part of it first, for example "

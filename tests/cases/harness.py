@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -20,6 +19,7 @@ from grupo import GRPOConfig, GRPOTrainer, ScriptedEngine
 from grupo.algo.losses import LossInputs, Objective
 from grupo.records import MicroBatch
 from grupo.scoring import update
+from tiny import tiny_model, tiny_tokenizer
 
 BOS, EOS, PAD, USER, ASSISTANT, END = range(6)
 TOK = tiny_tokenizer()
@@ -147,7 +147,9 @@ def given(scores: Sequence[Any]) -> Callable[..., Any]:
     return reward
 
 
-def token_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0) -> Tensor:
+def token_logprobs(
+    model: nn.Module, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
+) -> Tensor:
     """(T,) with gradient: one plain forward of one row, without padding, mask or chunks."""
     ids = torch.tensor([[*prompt, *completion]])
     log_p = torch.log_softmax(model(input_ids=ids).logits[0] / temperature, -1)

@@ -17,7 +17,12 @@ from grupo.errors import DataError, RewardError
 
 def text_rows(count=6):
     return [
-        {"prompt": f"{'ab' * index}{index}", "gold": index, "level": "hard" if index % 2 else "easy", "meta": {"id": index}}
+        {
+            "prompt": f"{'ab' * index}{index}",
+            "gold": index,
+            "level": "hard" if index % 2 else "easy",
+            "meta": {"id": index},
+        }
         for index in range(count)
     ]
 
@@ -46,9 +51,14 @@ class Capture:
 def test_every_column_arrives_aligned_with_its_prompt(tmp_path, kind, rows):
     capture = Capture()
     trainer = make_trainer(
-        tmp_path, capture, listing(kind)(rows), eval_rows=listing(kind)(rows[:3]), shuffle_dataset=True, max_steps=3,
+        tmp_path,
+        capture,
+        listing(kind)(rows),
+        eval_rows=listing(kind)(rows[:3]),
+        shuffle_dataset=True,
+        max_steps=3,
         num_generations_eval=3,
-    )  # fmt: skip
+    )
     train(trainer)
     trainer.evaluate()
     by_id = {row["meta"]["id"]: row for row in rows}
@@ -124,7 +134,9 @@ def test_a_column_may_have_any_name_that_we_do_not_use(tmp_path, name):
     assert capture.calls[0][name] == ["x"] * 4 + ["y"] * 4
 
 
-@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"])
+@pytest.mark.parametrize(
+    "name", ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
+)
 @pytest.mark.parametrize("where", ["training", "evaluation"])
 def test_a_column_named_like_an_argument_is_reported(tmp_path, name, where):
     rows = [{"prompt": "ab", name: "x"}] * 2
@@ -143,7 +155,11 @@ class NoModel:
 def refuse_early(folder, rewards, rows, **more):
     """Constructs a trainer with a model that must not be looked at."""
     return GRPOTrainer(
-        model=NoModel(), reward_funcs=rewards, args=GRPOConfig(output_dir=str(folder), **SETTINGS), train_dataset=rows, **more
+        model=NoModel(),
+        reward_funcs=rewards,
+        args=GRPOConfig(output_dir=str(folder), **SETTINGS),
+        train_dataset=rows,
+        **more,
     )
 
 
@@ -166,6 +182,15 @@ def test_a_dataset_without_prompts_is_refused_before_the_model_is_touched(tmp_pa
     data = (broken, None) if where == "training" else (text_rows(), {"held-out": broken})
     with pytest.raises(DataError, match=r"no column `prompt`; its columns are \['gold', 'question'\].*rename_column"):
         refuse_early(tmp_path, Capture(), data[0], eval_dataset=data[1])
+
+
+def test_a_dataset_with_splits_is_no_dataset(tmp_path):
+    """What load_dataset returns without split="train"."""
+    splits = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(text_rows()), "test": datasets.Dataset.from_list([])}
+    )
+    with pytest.raises(DataError, match=r"several datasets: 'train', 'test'.*train_dataset=.*\['train'\]"):
+        refuse_early(tmp_path, Capture(), splits)
 
 
 BROKEN_ROWS = {
@@ -235,15 +260,25 @@ def test_text_beyond_ascii_survives(tmp_path):
 
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["é", "λ", "你好", "🙂"])
-    rows = [{"prompt": "λ你好", "gold": "é\u2028🙂"}, {"prompt": [{"role": "user", "content": "🙂é"}], "gold": "\u202e"}]
+    rows = [
+        {"prompt": "λ你好", "gold": "é\u2028🙂"},
+        {"prompt": [{"role": "user", "content": "🙂é"}], "gold": "\u202e"},
+    ]
     capture = Capture()
-    script = [[ids for ids in tokenizer(text, add_special_tokens=False)["input_ids"]] for text in ("🙂</s>", "λé</s>")]
+    script = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("🙂</s>", "λé</s>")]
     trainer = make_trainer(
-        tmp_path, capture, rows, tokenizer=tokenizer, script=lambda prompt, place: script[place % 2], log_completions=True
+        tmp_path,
+        capture,
+        rows,
+        tokenizer=tokenizer,
+        script=lambda prompt, place: script[place % 2],
+        log_completions=True,
     )
     train(trainer)
     (call,) = capture.calls
     assert call["prompts"] == [rows[0]["prompt"]] * 4 + [rows[1]["prompt"]] * 4
-    assert call["completions"][:2] == ["🙂", "λé"] and call["completions"][4] == [{"role": "assistant", "content": "🙂"}]
+    assert call["completions"][:2] == ["🙂", "λé"] and call["completions"][4] == [
+        {"role": "assistant", "content": "🙂"}
+    ]
     assert call["gold"] == [rows[0]["gold"]] * 4 + [rows[1]["gold"]] * 4
     assert [completion["text"] for completion in completions_of(trainer)] == ["🙂", "λé"] * 4

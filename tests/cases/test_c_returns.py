@@ -158,7 +158,9 @@ def test_the_other_prompt_does_not_notice(tmp_path, settings):
     filled = advantages_of(run_two(tmp_path / "filled", with_value(A, 1, 0), with_value(B, 3, 0), **settings))
     abstained = advantages_of(run_two(tmp_path / "none", A, B, **settings))
     assert torch.equal(abstained[4:], filled[4:])
-    wanted = torch.tensor([-1, 1, 1, -1]) * (0.5 / (1 / math.sqrt(3) + 1e-4) if settings["scale_rewards"] == "group" else 0.5)
+    wanted = torch.tensor([-1, 1, 1, -1]) * (
+        0.5 / (1 / math.sqrt(3) + 1e-4) if settings["scale_rewards"] == "group" else 0.5
+    )
     torch.testing.assert_close(abstained[4:], wanted.double())
 
 
@@ -188,7 +190,9 @@ def test_a_failed_row_is_not_in_the_loss(tmp_path):
 def test_too_many_failures_stop_the_run_with_function_and_count(tmp_path):
     trainer = make_trainer(tmp_path, given(with_value(SCORES, 2, math.nan)), script=SCRIPT, max_failed_reward_share=0.1)
     before = snapshot(trainer.model)
-    with pytest.raises(RewardError, match=r"1 of 8 completions .*\(12%\).*max_failed_reward_share=10%.*'reward' returned nan"):
+    with pytest.raises(
+        RewardError, match=r"1 of 8 completions .*\(12%\).*max_failed_reward_share=10%.*'reward' returned nan"
+    ):
         trainer.train()
     assert unchanged(trainer.model, before)
 

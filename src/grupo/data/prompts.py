@@ -111,8 +111,8 @@ def tokenize_rows(dataset: Rows, tokenizer: PromptTokenizer) -> list[TokenizedRo
     """Checks and tokenises every row once, before any step is taken.
 
     Raises:
-        DataError: the dataset is empty, a row has no usable `prompt` or other columns than the first, or a prompt has no
-            tokens.
+        DataError: the dataset is empty, a row has no usable `prompt`, or other columns than the first, or its prompt has
+            no tokens.
     """
     names = column_names(dataset)
     return [_tokenize_row(index, dataset[index], names, tokenizer) for index in range(len(dataset))]
@@ -123,8 +123,8 @@ def _tokenize_row(
 ) -> TokenizedRow:
     if row.keys() != {"prompt", *names}:
         raise DataError(
-            f"Row {index} has the columns {sorted(row)}, and row 0 has {sorted(['prompt', *names])}: reward functions get "
-            "one list per column. Give every row the same columns, with None where a value is missing."
+            f"Row {index} has the columns {sorted(row)}, and row 0 has {sorted(['prompt', *names])}: reward functions "
+            "get one list per column. Give every row the same columns, with None where a value is missing."
         )
     content = _checked_content(index, row["prompt"])
     token_ids = tokenizer(content)

@@ -24,12 +24,15 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
     if recipe.dataset is None:
         task = make_task(recipe.task or "", seed)
         return task.train, task.held_out
-    rows = [_as_prompt(row, recipe.dataset) for row in _load(recipe.dataset)]
-    if recipe.dataset.held_out >= len(rows):
+    spec = recipe.dataset
+    loaded = _load(spec)
+    _check_columns(loaded.column_names, spec)
+    rows = [_as_prompt(row, spec) for row in loaded]
+    if spec.held_out >= len(rows):
         raise DataError(
-            f"dataset.held_out={recipe.dataset.held_out} leaves nothing to train on: {recipe.dataset.path} has {len(rows)} rows."
+            f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has {len(rows)} rows."
         )
-    chosen = set(random.Random(f"held out, seed {seed}").sample(range(len(rows)), recipe.dataset.held_out))
+    chosen = set(random.Random(f"held out, seed {seed}").sample(range(len(rows)), spec.held_out))
     return (
         [row for index, row in enumerate(rows) if index not in chosen],
         [row for index, row in enumerate(rows) if index in chosen],
@@ -38,27 +41,50 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
 
 def _load(spec: DatasetSpec) -> Any:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     path = Path(spec.path)
-    if path.suffix in LOADERS:
-        if not path.is_file():
-            raise DataError(f"dataset.path={spec.path!r} is no file.")
-        return datasets.load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
-    if path.is_dir() and (path / "state.json").exists():
-        return datasets.load_from_disk(str(path))
-    return datasets.load_dataset(spec.path, spec.name, split=spec.split)
+    if path.suffix in LOADERS and not path.is_file():
+        raise DataError(f"dataset.path={spec.path!r} is no file.")
+    try:
+        if path.suffix in LOADERS:
+            return datasets.load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
+        if (path / "state.json").exists():
+            return datasets.load_from_disk(str(path))
+        if (path / "dataset_dict.json").exists():
+            return datasets.load_from_disk(str(path / spec.split))
+        return datasets.load_dataset(spec.path, spec.name, split=spec.split)
+    except (DatasetsError, OSError, ValueError, StopIteration) as error:  # StopIteration: an empty file
+        reason = str(error.__cause__ or error).strip().partition("\n")[0] or "it is empty"
+        raise DataError(f"dataset.path={spec.path!r} cannot be read: {reason}") from error
+
+
+def _check_columns(names: list[str], spec: DatasetSpec) -> None:
+    if spec.prompt not in names:
+        raise DataError(
+            f"dataset.prompt={spec.prompt!r} is no column of {spec.path}; its columns are {', '.join(names)}. Set "
+            "dataset.prompt to the column with the question."
+        )
+    for name in spec.rename:
+        if name not in names or name == spec.prompt:
+            raise DataError(
+                f"dataset.rename names {name!r}, which is no column beside the question; those are "
+                f"{', '.join(other for other in names if other != spec.prompt) or 'none'}."
+            )
+    renamed = ["prompt", *(spec.rename.get(name, name) for name in names if name != spec.prompt)]
+    for name in renamed:
+        if renamed.count(name) > 1:
+            raise DataError(
+                f"Two columns of {spec.path} would be called {name!r}, the question being 'prompt'. Give one of them "
+                f"another name, for example dataset.rename={{{name}: other_{name}}}."
+            )
 
 
 def _as_prompt(row: dict[str, Any], spec: DatasetSpec) -> dict[str, Any]:
-    if spec.prompt not in row:
-        raise DataError(
-            f"dataset.prompt={spec.prompt!r} is no column of {spec.path}; its columns are {', '.join(sorted(row))}. Set "
-            "dataset.prompt to the column with the question."
-        )
     columns = {spec.rename.get(name, name): value for name, value in row.items() if name != spec.prompt}
     question = row[spec.prompt]
     if isinstance(question, str) and (spec.chat or spec.system):
         question = [{"role": "user", "content": question}]
-    if spec.system and not isinstance(question, str):
+    if spec.system and isinstance(question, list):
         question = [{"role": "system", "content": spec.system}, *question]
     return {**columns, "prompt": question}

@@ -25,8 +25,8 @@ class HeldOutResult:
     is_accuracy: bool
     """All scores are 0 or 1."""
 
-    def as_dict(self) -> dict[str, Any]:
-        name = "accuracy" if self.is_accuracy else "mean_reward"
+    def as_dict(self, is_accuracy: bool) -> dict[str, Any]:
+        name = "accuracy" if is_accuracy else "mean_reward"
         interval = self.interval
         return {name: interval.mean, "low": interval.low, "high": interval.high, "n": interval.n}
 
@@ -37,8 +37,12 @@ def evaluate_held_out(
     *,
     samples_per_prompt: int,
     sampling: SamplingSpec,
+    weights: Sequence[float] | None = None,
+    rows_at_once: int | None = None,
 ) -> HeldOutResult:
-    """Samples `samples_per_prompt` answers to every row and scores them with the weighted rewards of the run.
+    """Samples `samples_per_prompt` answers to every row and scores them with the weighted sum of the run's rewards.
+
+    At most `rows_at_once` of them are sampled together; None: all.
 
     The random numbers depend on the run's seed, the prompt and the place of the sample only, so that two evaluations in
     one run differ by the model alone.
@@ -52,8 +56,14 @@ def evaluate_held_out(
         range(len(prompts) * samples_per_prompt),
         group_size=samples_per_prompt,
         sampling=sampling,
-        settings=AdvantageSettings(weights=None, scale="none", aggregation="sum_then_normalize", max_failed_share=0.0),
+        settings=AdvantageSettings(
+            weights=None if weights is None else tuple(weights),
+            scale="none",
+            aggregation="sum_then_normalize",
+            max_failed_share=0.0,
+        ),
         purpose="held-out",
+        rows_at_once=rows_at_once,
     )
     scores = tuple(tuple(_known(reward) for reward in group.rewards) for group in result.groups)
     flat = [score for prompt in scores for score in prompt]

@@ -38,7 +38,17 @@ def load_policy(
         kwargs["attn_implementation"] = "sdpa"
     if quantization_config is not None:
         kwargs["quantization_config"] = quantization_config
-    return AutoModelForCausalLM.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
+    try:
+        return AutoModelForCausalLM.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The model {name_or_path!r} cannot be loaded: {_first_line(error)} Set `model` to a folder with a config.json "
+            "and weights, or to a name on the Hub."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _dtype_named(name: str) -> torch.dtype:

@@ -7,6 +7,7 @@ from all of them on every rank.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import torch
 from grupo.algo.advantages import compute_advantages
 from grupo.data.prompts import reward_columns
 from grupo.errors import RewardError
-from grupo.metrics import AllGather, MetricSums
+from grupo.metrics import STEP_METRICS, AllGather, MetricSums
 from grupo.records import Completion, Group, Prompt, RewardStatus, Rollout, Sample, group_by_prompt
 from grupo.rewards.runner import RewardRunner, RewardTable
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
@@ -50,6 +51,8 @@ class RolloutResult:
     """Columns that reward functions logged with `log_extra`, in order of this rank's completions."""
     metrics: MetricSums
     """Of all ranks, the same on each."""
+    tokens: int
+    """Sampled by all ranks, and those of the prompts, which count once per completion."""
     seconds_generating: float
     seconds_rewarding: float
 
@@ -138,13 +141,14 @@ class RolloutCollector:
                 own_prompts, completions, table.scores, table.statuses, strict=True
             )
         ]
-        rows, user_metrics = self._exchange(numbers, rollouts, table, error)
+        rows, user_metrics, failed_calls = self._exchange(numbers, rollouts, table, error)
         self._tell(table)
         failures = sum(row.failed for row in rows)
         if failures > settings.max_failed_share * len(rows):
-            raise RewardError(_too_many_failures(failures, len(rows), settings.max_failed_share, table))
+            raise RewardError(_too_many_failures(failures, len(rows), settings.max_failed_share, failed_calls))
         outcome = _advantages(rows, settings)
         metrics = _metrics(rows, outcome, self.rewards.names)
+        _refuse_clashes(user_metrics, metrics)
         metrics.merge(user_metrics)
         position_of = {row.number: position for position, row in enumerate(rows)}
         positions = [position_of[number] for number in numbers]
@@ -156,6 +160,7 @@ class RolloutCollector:
             groups=_groups(rollouts, positions, outcome),
             extras=table.extras,
             metrics=metrics,
+            tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
             seconds_generating=generated - started,
             seconds_rewarding=rewarded - generated,
         )
@@ -171,6 +176,7 @@ class RolloutCollector:
             GenerationRequest(
                 prompts[index],
                 tuple(completion_seed(self.run_seed, purpose, prompts[index].id, place) for place in group_places),
+                tuple(group_places),
             )
             for index, group_places in places.items()
         ]
@@ -224,8 +230,8 @@ class RolloutCollector:
 
     def _exchange(
         self, numbers: Sequence[int], rollouts: Sequence[Rollout], table: RewardTable, error: RewardError | None
-    ) -> tuple[list[_Row], MetricSums]:
-        """The rows of all ranks by completion number, and what reward functions logged on any of them."""
+    ) -> tuple[list[_Row], MetricSums, list[str]]:
+        """Of all ranks: the rows by completion number, what reward functions logged, and how some of them failed."""
         own_rows = [
             _Row(
                 number=number,
@@ -238,18 +244,21 @@ class RolloutCollector:
             )
             for number, rollout in zip(numbers, rollouts, strict=True)
         ]
+        failed_calls = [f"{failure.name}: {failure.kind}, {failure.message}" for failure in table.failures]
         # One collective that every rank enters whatever its reward functions did: no rank can be left waiting.
-        gathered: list[Any] = self.all_gather((own_rows, table.metrics, None if error is None else str(error)))
-        for _, _, message in gathered:
+        own_error = None if error is None else str(error)
+        gathered: list[Any] = self.all_gather((own_rows, table.metrics, failed_calls, own_error))
+        rank_rows, rank_metrics, rank_failed_calls, messages = zip(*gathered, strict=True)
+        for message in messages:
             if message is not None:
                 raise error or RewardError(message)
-        rows = sorted((row for rank_rows, _, _ in gathered for row in rank_rows), key=lambda row: row.number)
         user_metrics = MetricSums()
-        for _, metrics, _ in gathered:
+        for metrics in rank_metrics:
             for name, values in metrics.items():
                 for value in values:
                     user_metrics.add(name, value)
-        return rows, user_metrics
+        rows = sorted(itertools.chain(*rank_rows), key=lambda row: row.number)
+        return rows, user_metrics, list(itertools.chain(*rank_failed_calls))
 
 
 @dataclass(frozen=True)
@@ -311,6 +320,15 @@ def _metrics(rows: Sequence[_Row], outcome: _Outcome, names: Sequence[str]) -> M
     return metrics
 
 
+def _refuse_clashes(user_metrics: MetricSums, own: MetricSums) -> None:
+    for name in user_metrics.sums:
+        if name in STEP_METRICS or name in own.means():
+            raise RewardError(
+                f"A reward function called log_metric('{name}', ...), but the trainer logs a metric of this name. "
+                f"Choose another, for example 'mine/{name}'."
+            )
+
+
 def _length_metrics(metrics: MetricSums, rows: Sequence[_Row]) -> None:
     lengths = [row.completion_tokens for row in rows]
     _add_distribution(metrics, "completions/{}_length", lengths)
@@ -363,11 +381,10 @@ def _all_failed(names: tuple[str, ...], count: int) -> RewardTable:
     return RewardTable(names, [scores] * count, [statuses] * count, (), {}, {}, dict.fromkeys(names, 0.0))
 
 
-def _too_many_failures(failures: int, count: int, limit: float, table: RewardTable) -> str:
-    details = "; ".join(f"{failure.name}: {failure.kind}, {failure.message}" for failure in table.failures[:3])
+def _too_many_failures(failures: int, count: int, limit: float, failed_calls: Sequence[str]) -> str:
     return (
         f"{failures} of {count} completions have a failed reward ({failures / count:.0%}), more than "
-        f"max_failed_reward_share={limit:.0%}. {details or 'The failures happened on another rank.'} Mend the reward "
-        "function, let it return None where it does not apply, or raise max_failed_reward_share."
+        f"max_failed_reward_share={limit:.0%}. {'; '.join(failed_calls[:3])}. Mend the reward function, let it return "
+        "None where it does not apply, or raise max_failed_reward_share."
     )
 

@@ -21,6 +21,8 @@ class GenerationRequest:
 
     prompt: Prompt
     seeds: tuple[int, ...]
+    places: tuple[int, ...] | None = None
+    """Place of each completion in its group, of which this request may be a part; None: 0, 1, 2 and so on."""
 
 
 class Engine(Protocol):

@@ -17,9 +17,9 @@ class ScriptedEngine:
 
     Args:
         script: token ids of each completion. Either a function of the prompt and the place of the completion in its
-            group, or a list that is used up in order, one entry per completion, group after group. What comes after the
-            first stop token, or after `max_new_tokens`, is cut off, as an engine that samples would never have produced
-            it.
+            group, or a list that is used up in order, one entry per completion of this process, group after group. What
+            comes after the first stop token, or after `max_new_tokens`, is cut off, as an engine that samples would
+            never have produced it.
         decode: token ids to text without special tokens.
         stop_token_ids: every id that ends a completion.
 
@@ -40,7 +40,7 @@ class ScriptedEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         return [
-            [self._replay(request.prompt, place, sampling) for place in range(len(request.seeds))]
+            [self._replay(request.prompt, place, sampling) for place in request.places or range(len(request.seeds))]
             for request in requests
         ]
 

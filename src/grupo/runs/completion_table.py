@@ -65,11 +65,12 @@ def _print(rows: Sequence[Mapping[str, Any]], step: int) -> None:
     from rich.text import Text
 
     table = Table(title=f"step {step}", show_lines=True)
-    columns = [name for name in rows[0] if name != "step"]
+    # Columns of `log_extra` may be missing in rows of rollouts that did not log them (TRL issue #7310).
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_shown(row[name])) for name in columns))
+        table.add_row(*(Text(_shown(row.get(name, ""))) for name in columns))
     Console().print(table)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import math
 import platform
 import subprocess
@@ -19,39 +20,51 @@ from grupo.records import Group
 if TYPE_CHECKING:
     from torch import nn
 
+logger = logging.getLogger("grupo")
+
 HASHED_BYTES_LIMIT = 4 * 2**30
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "tokenizers")
+
+# What a run writes and the next one in the same folder would overwrite or continue.
+RECORDS = ("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eval_*.json", "summary.json")
+CHECKPOINTS = ("checkpoint-*",)
+ADAPTER = ("adapter_*",)
+WHOLE_MODEL = ("config.json", "generation_config.json", "model*.safetensors*")
 
 
 class RunFolder:
     """Writes `metrics.jsonl`, `completions.jsonl`, `manifest.json` and `summary.json` below one folder.
 
-    Lines are appended and flushed one by one, so a killed run keeps all that it had logged. A fresh run never overwrites
-    an earlier one: the older files are renamed to `metrics.1.jsonl` and so on.
+    Lines are appended and flushed one by one, so a killed run keeps all that it had logged. A fresh run never
+    overwrites an earlier one: that is moved into the folder `earlier`, `earlier-2` and so on.
     """
 
     def __init__(self, path: str | Path, *, rank: int = 0) -> None:
         self.path = Path(path)
         self.rank = rank
+        self.is_open = False
         suffix = "" if rank == 0 else f".rank{rank}"
         self.metrics_file = self.path / "metrics.jsonl"
         self.completions_file = self.path / f"completions{suffix}.jsonl"
 
-    def start(self, *, resumed: bool) -> None:
-        """Makes the folder; a fresh run moves the files of an earlier one aside."""
+    def open(self, *, resumed: bool) -> None:
+        """Makes the folder; a fresh run moves an earlier one aside, the files of all its ranks."""
+        self.is_open = True
         self.path.mkdir(parents=True, exist_ok=True)
-        if not resumed:
-            _move_aside(self.completions_file)
-            if self.rank == 0:
-                _move_aside(self.metrics_file)
+        if not resumed and self.rank == 0:
+            _move_earlier_run(self.path)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         if self.rank == 0:
             _append(self.metrics_file, [metrics])
 
-    def append_completions(self, groups: Iterable[Group], *, step: int, reward_names: Sequence[str], **more: Any) -> None:
+    def append_completions(
+        self, groups: Iterable[Group], *, step: int, reward_names: Sequence[str], **more: Any
+    ) -> None:
         """One line per group: the prompt, and per completion text, rewards and advantage."""
-        _append(self.completions_file, [{"step": step, **more, **group_record(group, reward_names)} for group in groups])
+        _append(
+            self.completions_file, [{"step": step, **more, **group_record(group, reward_names)} for group in groups]
+        )
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         if self.rank == 0:
@@ -154,9 +167,25 @@ def _jsonable(value: Any) -> Any:
     return _jsonable(value.item()) if hasattr(value, "item") else str(value)
 
 
-def _move_aside(path: Path) -> None:
-    if path.exists():
-        number = 1
-        while (target := path.with_suffix(f".{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(target)
+def _move_earlier_run(folder: Path) -> None:
+    if not _matches(folder, RECORDS):
+        return
+    # Beside an adapter, the weights of a whole model are its base model, which stays where the adapter looks for it.
+    weights = ADAPTER if _matches(folder, ADAPTER) else WHOLE_MODEL
+    target = fresh_folder(folder, "earlier")
+    target.mkdir()
+    for entry in _matches(folder, (*RECORDS, *CHECKPOINTS, *weights)):
+        entry.rename(target / entry.name)
+    logger.warning("%s has an earlier run, which is now in %s.", folder, target)
+
+
+def _matches(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return [entry for pattern in patterns for entry in sorted(folder.glob(pattern))]
+
+
+def fresh_folder(parent: Path, name: str) -> Path:
+    """`parent/name`, or with the next free number behind it."""
+    candidate, number = parent / name, 2
+    while candidate.exists():
+        candidate, number = parent / f"{name}-{number}", number + 1
+    return candidate

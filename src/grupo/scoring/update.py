@@ -24,7 +24,6 @@ from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate, micro_batches
 from grupo.scoring.scorer import Scorer, Scores
 
-
 ENTROPY_ROUNDING = 1e-4
 """Nats. Tokens this close below the entropy threshold reach it. The threshold is often one token's own entropy, and the
 first tokens of a group all have the same: computed again in another micro-batch, rounding would choose among them."""
@@ -113,7 +112,7 @@ class PolicyUpdate:
         counts: list[Any] = self.all_gather(len(batches))
         passes: int = max(counts)
         loss = torch.zeros((), device=self.ranks.device)
-        entropy_sum = 0.0
+        entropy_sum = policy_loss = 0.0
         for index in range(passes):
             rows = batches[index] if index < len(batches) else [_without_loss(samples[0])]
             last = index + 1 == passes
@@ -129,6 +128,9 @@ class PolicyUpdate:
             metrics.add_sum("padding_share", float(batch.input_ids.numel() - batch.lengths.sum()), batch.input_ids.numel())
             if self.has_entropy_bonus:
                 entropy_sum += _entropy_above(scores, batch, threshold)
+                policy_loss += float(output.policy_loss)
+        if self.has_entropy_bonus:
+            metrics.add_sum("policy_loss", policy_loss, 1.0 / self.ranks.num_processes)
         if passes == 0:
             _zero_gradients(model)
         return UpdateResult(loss, metrics, totals, entropy_sum, time.perf_counter() - started)
@@ -242,7 +244,8 @@ class PolicyUpdate:
         if self.top_entropy_quantile >= 1.0:
             return None, None
         values = [torch.zeros(0, dtype=self.dtype)]
-        for rows in micro_batches([sample for sample in samples if sample.has_loss], self.rows_per_batch):
+        # Rows without loss too: every rank has as many rows, and makes the same number of passes.
+        for rows in micro_batches(samples, self.rows_per_batch):
             batch = self._collate(rows)
             with self.autocast():
                 entropy = self.scorer.score(model, batch, with_entropy=True).entropy

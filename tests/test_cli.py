@@ -1,0 +1,486 @@
+"""The command line, whole: what it prints, what it leaves on disk, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grupo
+from grupo.cli import main
+from grupo.recipe import built_in_recipes, load_recipe
+from grupo.rewards.registry import REWARDS
+from tiny import BOS_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+SOURCE = Path(grupo.__file__).parents[1]
+# A random model gets a signal from it: some completions stop before the cap.
+LENGTH = ("rewards=[{name: token_length, arguments: {target: 5}}]", "training.max_completion_length=40")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    logger = logging.getLogger("grupo")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer(chat_template=BOS_CHAT_TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+def arguments(model: Path, folder: Path, *settings: str) -> list[str]:
+    """A small run: 2 steps of 8 completions, and 8 samples per evaluation."""
+    small = [
+        f"model={model}",
+        f"training.output_dir={folder}",
+        "training.max_steps=2",
+        "training.per_device_train_batch_size=8",
+        "training.gradient_accumulation_steps=1",
+        "training.num_generations=4",
+        "training.max_completion_length=8",
+        "eval.max_prompts=4",
+        "eval.samples_per_prompt=2",
+    ]
+    return [part for setting in (*small, *settings) for part in ("--set", setting)]
+
+
+def train(model: Path, folder: Path, *settings: str, flags: tuple[str, ...] = ()) -> int:
+    return main(["train", *flags, *arguments(model, folder, *settings)])
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def load_adapter(model: Path, folder: Path) -> PeftModel:
+    """As someone without grupo would."""
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
+
+
+# ---- short commands --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_heavy_is_imported_before_a_run_needs_it() -> None:
+    """`import grupo`, help, lists, and a recipe that is refused: a fraction of a second, without torch."""
+    program = """
+import sys
+import grupo
+from grupo.cli import main
+codes = []
+for arguments in (["--help"], ["train", "--help"], ["tasks"], ["rewards"], ["recipes"], ["train", "no-such-recipe"]):
+    try:
+        codes.append(main(arguments))
+    except SystemExit as stop:
+        codes.append(stop.code)
+heavy = {"torch", "transformers", "accelerate", "peft", "datasets", "pandas", "numpy"} & sys.modules.keys()
+print(codes, sorted(heavy), file=sys.stderr)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert result.stderr.splitlines()[-1] == "[0, 0, 0, 0, 0, 2] []"
+    assert "usage: grupo" in result.stdout
+
+
+def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks"]) == 0
+    tasks = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("times-tables: ") and "83 training prompts, 38 held out" in line for line in tasks)
+    assert main(["rewards"]) == 0
+    assert re.findall(r"^(\w+)\(", capsys.readouterr().out, re.M) == list(REWARDS)
+    assert main(["recipes"]) == 0
+    assert capsys.readouterr().out.split() == built_in_recipes()
+
+
+def test_env_shows_versions_and_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    output = capsys.readouterr().out
+    assert f"grupo {grupo.__version__}" in output and f"torch {torch.__version__}" in output
+    assert ("accelerator: none found" in output) is not torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("wrong", [[], ["frobnicate"], ["train", "a", "b"], ["train", "--set"], ["tasks", "--resume"]])
+def test_wrong_usage_ends_with_2(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(wrong)
+    assert stop.value.code == 2
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("a-run") / "run"
+    assert train(model, folder, "training.logging_steps=2") == 0
+    return folder
+
+
+def test_a_run_leaves_its_files(run: Path) -> None:
+    left = {path.name for path in run.iterdir()}
+    assert left >= {"metrics.jsonl", "completions.jsonl", "recipe.yaml", "manifest.json", "summary.json"}
+    assert left >= {"eval_before.json", "eval_after.json", "adapter_model.safetensors", "adapter_config.json"}
+    assert left >= {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_the_summary_has_exactly_its_keys(run: Path) -> None:
+    summary = read_json(run / "summary.json")
+    assert list(summary) == [
+        "eval_before", "eval_after", "steps", "completions", "tokens", "peak_rss_bytes", "seconds", "interrupted",
+    ]  # fmt: skip
+    for evaluation in (summary["eval_before"], summary["eval_after"]):
+        assert list(evaluation) == ["accuracy", "low", "high", "n"]
+        assert 0 <= evaluation["low"] <= evaluation["accuracy"] <= evaluation["high"] <= 1
+        assert evaluation["n"] == 4 * 2
+    assert summary["steps"] == 2 and summary["completions"] == 16 and summary["interrupted"] is False
+    assert 50 * 2**20 < summary["peak_rss_bytes"] < 64 * 2**30
+
+
+def test_the_summary_counts_tokens_of_prompts_and_completions(run: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    tokens = 0
+    for group in read_lines(run / "completions.jsonl"):
+        prompt = tokenizer.apply_chat_template(group["prompt"], add_generation_prompt=True, return_dict=False)
+        assert prompt.count(tokenizer.bos_token_id) == 1
+        tokens += sum(len(prompt) + completion["tokens"] for completion in group["completions"])
+    assert read_json(run / "summary.json")["tokens"] == tokens
+
+
+def test_the_summary_has_seconds_of_every_step(run: Path) -> None:
+    """The log has means over the steps of a line; the summary has sums over the run."""
+    seconds = read_json(run / "summary.json")["seconds"]
+    outer = ("loading", "eval_before", "training", "eval_after", "saving")
+    inner = ("generating", "rewarding", "scoring", "updating")
+    assert set(seconds) == {*outer, *inner, "total"}
+    assert sum(seconds[phase] for phase in outer) <= seconds["total"]
+    assert sum(seconds[phase] for phase in inner) <= seconds["training"]
+    (logged,) = [entry for entry in read_lines(run / "metrics.jsonl") if "loss" in entry]
+    for phase in inner:
+        assert seconds[phase] == pytest.approx(2 * logged[f"time/{phase}"])
+
+
+def test_completions_are_kept_group_by_group(run: Path) -> None:
+    groups = read_lines(run / "completions.jsonl")
+    assert [group["step"] for group in groups] == [1, 1, 2, 2]
+    for group in groups:
+        assert len(group["completions"]) == 4
+        for completion in group["completions"]:
+            assert completion.keys() >= {"text", "tokens", "finish_reason", "rewards", "reward", "advantage"}
+
+
+def test_the_manifest_says_how_the_run_came_about(run: Path, model: Path) -> None:
+    manifest = read_json(run / "manifest.json")
+    assert manifest["grupo"] == grupo.__version__ or manifest["grupo"] is None  # None: used without being installed
+    assert manifest["packages"]["torch"] == torch.__version__
+    assert manifest["seed"] == 0 and manifest["model"] == str(model)
+    assert re.fullmatch(r"[0-9a-f]{32}", manifest["model_hash"])
+    assert {"git", "plan", "command", "started", "platform", "trainable_parameters"} <= manifest.keys()
+
+
+def test_the_resolved_recipe_is_the_run(run: Path, model: Path) -> None:
+    recipe = load_recipe(str(run / "recipe.yaml"))
+    assert recipe.model == str(model) and recipe.task == "times-tables"
+    assert recipe.training["output_dir"] == str(run) and recipe.training["max_steps"] == 2
+
+
+def test_the_adapter_and_the_tokenizer_load_without_grupo(run: Path, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    assert tokenizer.chat_template == BOS_CHAT_TEMPLATE
+    question = [{"role": "user", "content": "What is 2 * 3?"}]
+    ids = tokenizer.apply_chat_template(question, return_tensors="pt", return_dict=True)
+    output = load_adapter(model, run).generate(**ids, max_new_tokens=3)
+    assert output.shape[1] > ids["input_ids"].shape[1]
+
+
+def test_the_adapter_is_the_trained_one(model: Path, tmp_path: Path) -> None:
+    assert train(model, tmp_path, *LENGTH, "training.learning_rate=0.01", "eval.enabled=false") == 0
+    adapter = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(weight.abs().max() > 0 for name, weight in adapter.items() if "lora_B" in name)
+
+
+def test_without_evaluation(model: Path, tmp_path: Path) -> None:
+    assert train(model, tmp_path, "eval.enabled=false") == 0
+    summary = read_json(tmp_path / "summary.json")
+    assert summary["eval_before"] is None and summary["eval_after"] is None
+    assert not list(tmp_path.glob("eval_*")) and not {"eval_before", "eval_after"} & summary["seconds"].keys()
+
+
+def test_the_evaluation_weighs_rewards_as_the_training_does(model: Path, tmp_path: Path) -> None:
+    rewards = "rewards=[number_match, {name: token_length, weight: 0.25, arguments: {target: 5}}]"
+    assert train(model, tmp_path, rewards) == 0
+    for when in ("before", "after"):
+        evaluation = read_json(tmp_path / f"eval_{when}.json")
+        completions = [completion for group in evaluation["groups"] for completion in group["completions"]]
+        totals = [sum(w * s for w, s in zip((1, 0.25), c["rewards"].values(), strict=True)) for c in completions]
+        assert evaluation["mean_reward"] == pytest.approx(sum(totals) / len(totals))
+        assert list(read_json(tmp_path / "summary.json")[f"eval_{when}"]) == ["mean_reward", "low", "high", "n"]
+
+
+def test_the_whole_model_is_saved_without_lora(model: Path, tmp_path: Path) -> None:
+    assert train(model, tmp_path, "lora=null", *LENGTH, "training.learning_rate=0.01", "eval.enabled=false") == 0
+    start, trained = load_file(model / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert start.keys() == trained.keys() and any(not torch.equal(start[name], trained[name]) for name in start)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
+
+
+def test_lines_stay_whole_in_a_narrow_window(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    folder = tmp_path / "a folder [with] a name that is much longer than the window is wide"
+    assert train(model, folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"run folder  {folder}" in lines
+    assert any(re.fullmatch(r"step +1/2  reward .*s/step", line) for line in lines)
+    assert any(line.startswith("change ") and line.endswith("by prompt") for line in lines)
+
+
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_a_folder_keeps_the_first(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = ("training.save_strategy=steps", "training.save_steps=2")
+    assert train(model, tmp_path, *checkpoints) == 0
+    first = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert train(model, tmp_path, *checkpoints, *LENGTH, "training.max_steps=1", "training.seed=1") == 0
+    assert f"{tmp_path} has an earlier run, which is now in {tmp_path / 'earlier'}." in caplog.messages
+    for path, content in first.items():
+        kept = tmp_path / "earlier" / path
+        assert (kept if kept.exists() else tmp_path / path).read_bytes() == content or path.name in (
+            "training_args.bin",  # of the second run
+            "README.md",
+        )
+    load_adapter(model, tmp_path / "earlier")
+    assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl") if "loss" in entry] == [1]
+    # A checkpoint of the first run must not be what the second one is resumed from.
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert train(model, tmp_path) == 0
+    assert (tmp_path / "earlier-2" / "summary.json").is_file()
+
+
+def test_without_a_folder_each_run_gets_its_own(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["train", *arguments(model, Path("nowhere"), "eval.enabled=false", "training.max_steps=1")]
+    place = command.index("training.output_dir=nowhere")
+    del command[place - 1 : place + 1]
+    assert main(command) == 0 and main(command) == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["times-tables", "times-tables-2"]
+
+
+def test_a_dry_run_leaves_nothing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(model, tmp_path / "run", flags=("--dry-run",)) == 0
+    output = capsys.readouterr().out
+    assert "2 optimizer steps, 16 completions" in output and "83 training prompts, 38 held out" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(model: Path, tmp_path: Path) -> None:
+    settings = (*LENGTH, "training.learning_rate=0.01", "training.save_strategy=steps", "training.save_steps=1")
+    assert train(model, tmp_path / "straight", *settings, "training.max_steps=4") == 0
+    assert train(model, tmp_path / "resumed", *settings) == 0
+    recipe = str(tmp_path / "resumed" / "recipe.yaml")
+    assert main(["train", recipe, "--resume", "--set", "training.max_steps=4"]) == 0
+    straight, resumed = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("straight", "resumed"))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    steps = [entry["step"] for entry in read_lines(tmp_path / "resumed" / "metrics.jsonl") if "loss" in entry]
+    assert steps == [1, 2, 3, 4] and not (tmp_path / "resumed" / "earlier").exists()
+    assert read_json(tmp_path / "resumed" / "summary.json")["completions"] == 32
+
+
+# ---- a dataset of one's own ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_recipe_with_a_local_dataset(suffix: str, model: Path, tmp_path: Path) -> None:
+    rows = [(f"{n} plus 1?", n + 1) for n in range(12)]
+    data = tmp_path / f"questions{suffix}"
+    if suffix == ".csv":
+        data.write_text("question,gold\n" + "".join(f"{q},{g}\n" for q, g in rows), encoding="utf-8")
+    else:
+        data.write_text("".join(json.dumps({"question": q, "gold": g}) + "\n" for q, g in rows), encoding="utf-8")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"""
+model: {model}
+dataset: {{path: {data}, prompt: question, rename: {{gold: answer}}, system: Be brief., held_out: 4}}
+rewards: [number_match, {{name: tag_format, weight: 0.3}}]
+training:
+  {{output_dir: {tmp_path / "run"}, max_steps: 2, learning_rate: 1e-4, per_device_train_batch_size: 8,
+    num_generations: 4, max_completion_length: 8, report_to: [], save_strategy: "no"}}
+eval: {{samples_per_prompt: 2}}
+""",
+        encoding="utf-8",
+    )
+    assert main(["train", str(recipe)]) == 0
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["steps"] == 2 and summary["eval_before"]["n"] == 4 * 2
+    asked = [group["prompt"] for group in read_lines(tmp_path / "run" / "completions.jsonl")]
+    held_out = [group["prompt"] for group in read_json(tmp_path / "run" / "eval_before.json")["groups"]]
+    assert all(prompt[0] == {"role": "system", "content": "Be brief."} for prompt in asked + held_out)
+    assert not [prompt for prompt in asked if prompt in held_out]
+
+
+# ---- exit codes ------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said about a run that ended with 2: one line."""
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("missing.jsonl", None, "is no file"),
+        ("missing-folder", None, "cannot be read: Couldn't find any data file"),
+        ("empty.jsonl", "", "cannot be read: it is empty"),
+        ("broken.jsonl", '{"prompt": 1\n nope', "cannot be read: JSON parse error"),
+        ("broken.csv", 'a,b\n1,2,3\n"', "cannot be read: Error tokenizing data"),
+        ("broken.parquet", "no parquet", "cannot be read: Parquet magic bytes not found"),
+        ("other.jsonl", '{"question": "1 + 1?"}\n', "is no column"),
+    ],
+)
+def test_data_that_cannot_be_used_ends_with_2(
+    name: str, content: str | None, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    settings = ("task=null", f"dataset.path={path}", "rewards=[number_match]")
+    assert train(model, tmp_path / "run", *settings) == 2
+    message = refused(capsys)
+    assert said in message and str(path) in message
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model=/no/such/folder", "The model '/no/such/folder' cannot be loaded"),
+        ("task=time-tables", "There is no task 'time-tables'. Did you mean 'times-tables'?"),
+        ("rewards=[number_mtach]", "There is no reward named 'number_mtach'. Did you mean 'number_match'?"),
+        ("training.max_step=3", "Did you mean 'max_steps'?"),
+        ("training.num_generations=3", "num_generations"),
+        ("training.loss_type=dappo", "Did you mean 'dapo'?"),
+        ("training.max_steps=many", "max_steps"),
+    ],
+)
+def test_settings_that_cannot_work_end_with_2(
+    setting: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, tmp_path / "run", setting) == 2
+    assert said in refused(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_to_resume_ends_with_2(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--resume"]) == 2
+    assert "--set training.output_dir=FOLDER" in refused(capsys)
+    assert train(model, tmp_path, flags=("--resume",)) == 2
+    assert f"{tmp_path} has no checkpoint" in refused(capsys)
+
+
+def test_a_run_that_must_stop_ends_with_1_and_keeps_the_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(8 * '{"prompt": "1 + 1?", "answer": "see the figure"}\n', encoding="utf-8")
+    settings = ("task=null", f"dataset.path={data}", "dataset.held_out=2", "rewards=[number_match]")
+    assert train(model, tmp_path / "run", *settings) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("the run stopped: A held-out answer could not be scored")
+    assert read_json(tmp_path / "run" / "summary.json")["interrupted"] is False
+    load_adapter(model, tmp_path / "run")
+
+
+def test_an_interrupt_before_the_run_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    import grupo.train_command
+
+    def interrupted(*args: Any, **kwargs: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grupo.train_command, "train", interrupted)
+    assert main(["train"]) == 130
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def interrupt(command: list[str], when: Callable[[], bool]) -> subprocess.CompletedProcess[str]:
+    """Runs grupo in a process of its own and sends it what Ctrl-C sends, once `when()` is true."""
+    # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from grupo.cli import main; sys.exit(main())"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not when():
+            assert process.poll() is None, process.communicate()[1][-2000:]
+            assert time.monotonic() < deadline, "nothing to interrupt came about"
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def test_ctrl_c_during_training_leaves_a_usable_adapter(model: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    long = ("training.learning_rate=0.01", "training.max_steps=100000")
+    command = ["train", *arguments(model, tmp_path, *LENGTH, *long)]
+    result = interrupt(command, lambda: metrics.is_file() and metrics.read_text().count("\n") >= 2)
+    assert result.returncode == 130, result.stderr[-2000:]
+    assert "Traceback" not in result.stderr and "saving the model" in result.stdout
+    summary = read_json(tmp_path / "summary.json")
+    assert summary["interrupted"] is True and summary["eval_after"] is None
+    assert list(summary["eval_before"]) == ["mean_reward", "low", "high", "n"]
+    assert 2 <= summary["steps"] < 100000
+    assert read_lines(metrics) and read_lines(tmp_path / "completions.jsonl"), "every line is whole"
+    load_adapter(model, tmp_path)
+    adapter = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(weight.abs().max() > 0 for name, weight in adapter.items() if "lora_B" in name)
+
+
+def test_ctrl_c_during_the_first_evaluation_leaves_a_usable_adapter(model: Path, tmp_path: Path) -> None:
+    long = ("eval.max_prompts=20", "eval.samples_per_prompt=50", "training.max_completion_length=400")
+    command = ["train", *arguments(model, tmp_path, *long)]
+    result = interrupt(command, (tmp_path / "recipe.yaml").is_file)
+    assert result.returncode == 130, result.stderr[-2000:]
+    assert "Traceback" not in result.stderr
+    summary = read_json(tmp_path / "summary.json")
+    assert summary["interrupted"] is True and summary["steps"] == 0
+    assert summary["eval_before"] is None and summary["eval_after"] is None
+    assert (tmp_path / "manifest.json").is_file()
+    load_adapter(model, tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path)

@@ -1,0 +1,165 @@
+"""Which module may import which, what is public, and what is shipped."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import grupo
+
+PACKAGE = Path(grupo.__file__).parent
+
+# A module imports from its own row and from the rows below it, never from those above.
+LAYERS = [
+    ["cli"],
+    ["train_command"],
+    ["console", "trainer"],
+    ["evals", "runs"],
+    ["rollout", "scoring"],
+    ["data", "models"],
+    ["algo", "rewards"],
+    ["recipe", "config", "config_fields", "config_rules", "step_plan"],
+    ["metrics", "sampling"],
+    ["records", "names", "errors"],
+]
+LEVEL = {name: len(LAYERS) - level for level, names in enumerate(LAYERS) for name in names}
+
+# Parts that do not know each other although they stand side by side, or one above the other.
+STRANGERS = [
+    ("algo", {"rewards", "config", "config_fields", "config_rules", "step_plan", "recipe", "sampling", "metrics"}),
+    ("rewards", {"algo", "config", "config_fields", "config_rules", "step_plan", "recipe", "sampling", "metrics"}),
+    ("rollout", {"scoring"}),
+    ("scoring", {"rollout"}),
+    ("evals", {"runs"}),
+    ("runs", {"evals", "rollout", "scoring", "algo", "rewards", "config"}),
+    ("data", {"models"}),
+    ("models", {"data"}),
+    ("records", {"errors", "names"}),
+    ("errors", {"records", "names"}),
+]
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """(dotted name below grupo, syntax tree) of every module but `grupo/__init__.py`."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name:
+            yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of what is imported at run time, also inside functions; not for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from imports(node)
+
+
+def own_imports(tree: ast.AST) -> set[str]:
+    """Parts of grupo that a module imports, by the name of their file or folder."""
+    names = {name.split(".")[1] for name in imports(tree) if name.startswith("grupo.")}
+    return names - {"__version__"}
+
+
+MODULES = dict(modules())
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {name.partition(".")[0] for name in MODULES} == LEVEL.keys()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_downwards(name: str) -> None:
+    part = name.partition(".")[0]
+    upwards = {other for other in own_imports(MODULES[name]) if LEVEL[other] > LEVEL[part]}
+    assert not upwards, f"{name} imports from above: {', '.join(sorted(upwards))}"
+
+
+@pytest.mark.parametrize(("part", "strangers"), STRANGERS)
+def test_neighbours_that_do_not_know_each_other(part: str, strangers: set[str]) -> None:
+    for name, tree in MODULES.items():
+        if name.partition(".")[0] == part:
+            assert not own_imports(tree) & strangers, name
+
+
+def test_no_two_parts_import_each_other() -> None:
+    knows: dict[str, set[str]] = {}
+    for name, tree in MODULES.items():
+        knows.setdefault(name.partition(".")[0], set()).update(own_imports(tree))
+    pairs = {(a, b) for a in knows for b in knows[a] if a != b and a in knows[b]}
+    assert not pairs
+
+
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
+LIGHT = ["cli", "data", "errors", "metrics", "names", "recipe", "records", "rewards", "sampling", "step_plan"]
+
+
+@pytest.mark.parametrize("part", LIGHT)
+def test_parts_that_never_import_torch_at_the_top(part: str) -> None:
+    for name, tree in MODULES.items():
+        if name.partition(".")[0] == part:
+            top = ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+            heavy = {other for other in imports(top) if other.partition(".")[0] in HEAVY}
+            assert not heavy, name
+
+
+def test_trl_is_never_imported() -> None:
+    """An oracle of the tests, never a dependency."""
+    for name, tree in MODULES.items():
+        assert not [other for other in imports(tree) if other.partition(".")[0] == "trl"], name
+
+
+def test_the_check_sees_what_it_forbids() -> None:
+    source = "if TYPE_CHECKING:\n    import grupo.cli\ndef f():\n    from grupo import trainer"
+    assert own_imports(ast.parse(source)) == {"trainer"}
+
+
+def test_public_names_are_sorted_complete_and_real() -> None:
+    assert list(grupo.__all__) == sorted(grupo.__all__)
+    assert set(grupo.__all__) == {*grupo._HOMES, "__version__"} == set(dir(grupo))
+    for name, home in grupo._HOMES.items():
+        value = getattr(grupo, name)
+        assert value is getattr(importlib.import_module(home), name)
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {f"{node.module}.{alias.asname}" for node in block.body for alias in node.names}  # type: ignore[attr-defined]
+    assert typed == {f"{home}.{name}" for name, home in grupo._HOMES.items()}, "type checkers see the same names"
+    with pytest.raises(AttributeError, match="has no attribute 'GRPOConfg'"):
+        grupo.GRPOConfg  # noqa: B018
+
+
+def test_typing_marker_and_recipes_are_shipped() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    assert list((PACKAGE / "recipes").glob("*.yaml"))
+
+
+def test_import_has_no_effects() -> None:
+    """Nothing is patched, configured or set by importing all of it."""
+    program = """
+import os, logging, warnings, signal
+before = dict(os.environ), list(logging.getLogger().handlers), list(warnings.filters), signal.getsignal(signal.SIGINT)
+import torch, transformers, datasets, peft, accelerate, rich, pandas
+environment, filters = dict(os.environ), list(warnings.filters)
+import grupo.cli, grupo.train_command, grupo.trainer
+assert dict(os.environ) == environment, "environment"
+assert list(logging.getLogger().handlers) == before[1] and not logging.getLogger("grupo").handlers, "logging"
+assert logging.getLogger("grupo").level == logging.NOTSET, "logging level"
+assert list(warnings.filters) == filters, "warning filters"
+assert signal.getsignal(signal.SIGINT) is before[3], "signals"
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-1000:]

@@ -1,0 +1,283 @@
+"""Recipes and the rows that they name: what is read, what is refused, and what the built-in tasks hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset, DatasetDict
+
+from grupo.config import GRPOConfig
+from grupo.data.sources import recipe_rows
+from grupo.data.tasks import TASKS, make_task
+from grupo.errors import ConfigError, DataError
+from grupo.recipe import Recipe, built_in_recipes, load_recipe, to_yaml
+from grupo.rewards.registry import make_reward
+
+
+def written(folder: Path, content: str) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(content, encoding="utf-8")
+    return str(path)
+
+
+def refused(source: str | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        load_recipe(source, overrides)
+    return str(refusal.value)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_name_it_is_the_quickstart() -> None:
+    assert load_recipe(None) == load_recipe("quickstart")
+    assert load_recipe(None).task == "times-tables"
+
+
+@pytest.mark.parametrize("name", built_in_recipes())
+def test_built_in_recipes_hold_real_settings(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    GRPOConfig(**{**recipe.training, "output_dir": str(tmp_path)})
+    for spec in recipe.rewards:
+        make_reward(spec.name, **spec.arguments)
+    rows, held_out = recipe_rows(recipe, seed=0)
+    assert rows and held_out
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.e-4", ".1e-3", "1.0e-4", "0.0001", "+1e-4"])
+def test_numbers_are_numbers_however_they_are_written(text: str, tmp_path: Path) -> None:
+    from_file = load_recipe(written(tmp_path, f"task: times-tables\ntraining: {{learning_rate: {text}}}"))
+    from_override = load_recipe(None, [f"training.learning_rate={text}"])
+    for recipe in (from_file, from_override):
+        value = recipe.training["learning_rate"]
+        assert isinstance(value, float) and value == 1e-4
+
+
+def test_overrides_reach_every_depth() -> None:
+    recipe = load_recipe(
+        None,
+        [
+            "model=some/model",
+            "lora.r=4",
+            "eval.enabled=false",
+            "training.max_steps=6",
+            "training.output_dir=a=b",
+            "training.model_init_kwargs.dtype=bfloat16",
+            "rewards=[number_match, {name: tag_format, weight: 0.3}]",
+        ],
+    )
+    assert recipe.model == "some/model"
+    assert recipe.lora is not None and recipe.lora.r == 4 and recipe.lora.alpha == 32
+    assert recipe.eval.enabled is False and recipe.eval.samples_per_prompt == 4
+    assert recipe.training["max_steps"] == 6
+    assert recipe.training["output_dir"] == "a=b"
+    assert recipe.training["model_init_kwargs"] == {"dtype": "bfloat16"}
+    assert [(spec.name, spec.weight) for spec in recipe.rewards] == [("number_match", 1.0), ("tag_format", 0.3)]
+    assert load_recipe(None, ["lora=null"]).lora is None
+    assert load_recipe(None, ["task=null", "dataset.path=x.jsonl", "rewards=[number_match]"]).dataset is not None
+
+
+def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "model": "1e5",  # text that looks like a number
+            "dataset": {"path": "ä.jsonl", "system": "Think.\nThen answer: yes", "rename": {"1e3": "answer"}},
+            "rewards": ["number_match", {"name": "tag_format", "weight": 1e-3, "arguments": {"tags": ["a", "b"]}}],
+            "lora": None,
+            "training": {"learning_rate": 1e-6, "report_to": [], "save_strategy": "no", "max_grad_norm": float("inf")},
+            "eval": {"max_prompts": None, "temperature": 0.0},
+        }
+    )
+    assert load_recipe(written(tmp_path, to_yaml(recipe))) == recipe
+    assert load_recipe(written(tmp_path, to_yaml(load_recipe(None)))) == load_recipe(None)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("task: times-tables\nmodle: x", "`modle` is no setting of a recipe. Did you mean 'model'?"),
+        ("task: times-tables\nlora: {alfa: 3}", "`lora.alfa` is no setting of a recipe. Did you mean 'alpha'?"),
+        ("task: times-tables\neval: {enable: no}", "`eval.enable` is no setting of a recipe. Did you mean 'enabled'?"),
+        (
+            "task: times-tables\nrewards: [number_match, {name: tag_format, wieght: 2}]",
+            "`rewards.1.wieght` is no setting of a recipe. Did you mean 'weight'?",
+        ),
+        ("task: times-tables\ndataset: {path: x.jsonl}", "It has `task` (times-tables) and `dataset`"),
+        ("model: x", "It names no data: give `task`"),
+        ("dataset: {path: x.jsonl}", "A `dataset` needs `rewards`"),
+        ("dataset: {prompt: x}\nrewards: [number_match]", "`dataset.path`: Field required."),
+        ("task: times-tables\nlora: {r: many}", "`lora.r`: Input should be a valid integer"),
+        ("task: times-tables\nlora: {r: 0}", "`lora.r`: Input should be greater than or equal to 1"),
+        ("task: times-tables\nrewards: number_match", "`rewards`: Input should be a valid list"),
+        ("task: times-tables\ntraining: 3", "`training`: Input should be a valid dictionary"),
+        (
+            "task: times-tables\neval: {samples_per_prompt: 2.5}",
+            "`eval.samples_per_prompt`: Input should be a valid integer",
+        ),
+        ("task: [", "is not valid YAML"),
+        ("just text", "must be a mapping"),
+        ("", "must be a mapping"),
+    ],
+)
+def test_mistakes_are_named(content: str, said: str, tmp_path: Path) -> None:
+    assert said in refused(written(tmp_path, content))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"task: \xff\xfe")
+    assert "is not valid YAML" in refused(str(path))
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    message = refused("quickstar")
+    assert "Did you mean 'quickstart'?" in message and "Built-in recipes: " in message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("training.max_steps", "is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("training..max_steps=3", "is not of the form key=value"),
+        ("model.name=x", "`model` is a value, not a group of settings"),
+        ("training.max_steps.more=x", "`training.max_steps` is a value, not a group of settings"),
+        ("rewards=[number_match", "the value is not valid YAML"),
+        ("trainin.max_steps=3", "`trainin` is no setting of a recipe. Did you mean 'training'?"),
+        ("dataset.path=x.jsonl", "take one out, for example by --set task=null"),
+    ],
+)
+def test_overrides_with_mistakes_are_named(override: str, said: str) -> None:
+    assert said in refused(None, override)
+
+
+# ---- rows of a dataset -----------------------------------------------------------------------------------------------
+
+QUESTIONS = [{"question": f"{n} + 1?", "gold": n + 1, "level": "easy"} for n in range(10)]
+
+
+def dataset_recipe(path: Path, **spec: Any) -> Recipe:
+    return Recipe.model_validate(
+        {"dataset": {"path": str(path), "prompt": "question", **spec}, "rewards": ["number_match"]}
+    )
+
+
+def write_rows(path: Path) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(QUESTIONS), encoding="utf-8")
+    elif path.suffix == ".csv":
+        Dataset.from_list(QUESTIONS).to_csv(path)
+    elif path.suffix == ".parquet":
+        Dataset.from_list(QUESTIONS).to_parquet(path)
+    elif path.name == "saved":
+        Dataset.from_list(QUESTIONS).save_to_disk(path)
+    else:
+        DatasetDict({"train": Dataset.from_list(QUESTIONS)}).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "saved", "saved-with-splits"])
+def test_local_files_give_the_same_rows(name: str, tmp_path: Path) -> None:
+    recipe = dataset_recipe(write_rows(tmp_path / name), rename={"gold": "answer"}, system="Be brief.")
+    rows, held_out = recipe_rows(recipe, seed=0)
+    assert held_out == []
+    assert rows == [
+        {
+            "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["question"]}],
+            "answer": row["gold"],
+            "level": "easy",
+        }
+        for row in QUESTIONS
+    ]
+
+
+def test_questions_become_conversations_unless_chat_is_off(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl")
+    assert recipe_rows(dataset_recipe(path), 0)[0][0]["prompt"] == [{"role": "user", "content": "0 + 1?"}]
+    assert recipe_rows(dataset_recipe(path, chat=False), 0)[0][0]["prompt"] == "0 + 1?"
+
+
+def test_held_out_rows_are_no_training_rows(tmp_path: Path) -> None:
+    recipe = dataset_recipe(write_rows(tmp_path / "rows.jsonl"), held_out=4)
+    rows, held_out = recipe_rows(recipe, seed=0)
+    golds = [row["gold"] for row in rows], [row["gold"] for row in held_out]
+    assert len(golds[1]) == 4 and sorted(golds[0] + golds[1]) == list(range(1, 11))
+    assert recipe_rows(recipe, seed=0) == (rows, held_out)
+    assert recipe_rows(recipe, seed=1) != (rows, held_out)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"prompt": "problem"}, "dataset.prompt='problem' is no column"),
+        (
+            {"rename": {"answer": "gold"}},
+            "dataset.rename names 'answer', which is no column beside the question; those are ",
+        ),
+        ({"rename": {"gold": "level"}}, "would be called 'level'"),
+        ({"rename": {"gold": "prompt"}}, "would be called 'prompt'"),
+        ({"held_out": 10}, "dataset.held_out=10 leaves nothing to train on"),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(spec: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(said)):
+        recipe_rows(dataset_recipe(write_rows(tmp_path / "rows.jsonl"), **spec), 0)
+
+
+# ---- built-in tasks --------------------------------------------------------------------------------------------------
+
+
+def facts(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """(a, b) of each question, after a check of its answer."""
+    found = []
+    for row in rows:
+        (message,) = row["prompt"]
+        a, b = (int(number) for number in re.fullmatch(r"What is (\d+) \* (\d+)\?", message["content"]).groups())  # type: ignore[union-attr]
+        assert message["role"] == "user" and row["answer"] == str(a * b)
+        found.append((a, b))
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_times_tables_hold_out_whole_facts(seed: int) -> None:
+    task = make_task("times-tables", seed)
+    train, held_out = facts(task.train), facts(task.held_out)
+    everything = {(a, b) for a in range(2, 13) for b in range(2, 13)}
+    assert len(train) + len(held_out) == len(everything) and {*train, *held_out} == everything
+    unordered = [{tuple(sorted(fact)) for fact in side} for side in (train, held_out)]
+    assert [len(side) for side in unordered] == [46, 20]
+    assert not unordered[0] & unordered[1], "the mirror of a held-out product would give it away"
+    assert {(b, a) for a, b in held_out} == set(held_out)
+
+
+def test_times_tables_depend_on_the_seed_alone() -> None:
+    assert make_task("times-tables", 3) == make_task("times-tables", 3)
+    assert make_task("times-tables", 3).held_out != make_task("times-tables", 4).held_out
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_task_trains_on_a_held_out_prompt(name: str) -> None:
+    task = make_task(name)
+    assert not {str(row["prompt"]) for row in task.train} & {str(row["prompt"]) for row in task.held_out}
+    for reward, arguments in task.rewards.items():
+        make_reward(reward, **arguments)
+
+
+def test_an_unknown_task_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'times-tables'"):
+        make_task("time-table")
+
+
+def test_the_yaml_of_a_recipe_is_plain() -> None:
+    """Anything that reads YAML can read it."""
+    assert yaml.safe_load(to_yaml(load_recipe(None)))["task"] == "times-tables"

@@ -1,0 +1,207 @@
+"""Two gloo processes through the real trainer give what one process gives on the same global batch.
+
+One launch of `two_ranks_worker.py` runs all scenarios; each test compares one of them with the same scenario here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import two_ranks_worker
+from tiny_trainer import distance
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT = 120
+"""Seconds for all scenarios together; about 20 when nothing else runs."""
+
+# Scenarios that have a gradient to compare.
+COMPARED = (
+    "even",
+    "uneven",
+    "uneven with checkpointing",
+    "one rank without gradient",
+    "every option",
+    "every option with adapter",
+    "all truncated on rank 1",
+    "real engine",
+    "real engine with adapter",
+    *(name for name in two_ranks_worker.SCENARIOS if name.startswith("group over two ranks")),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both ranks left their files."""
+    target = tmp_path_factory.mktemp("two_ranks")
+    tests = Path(__file__).parent
+    paths = [str(tests), *(path for path in sys.path if path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    process = subprocess.Popen(
+        [*command, str(tests / "two_ranks_worker.py"), str(target)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=(target / "output.txt").open("w"), stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        code = process.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its workers
+        process.wait(30)
+        code = -1
+    assert code == 0, (
+        f"exit code {code} (-1: {TIMEOUT} s were not enough):\n{(target / 'output.txt').read_text()[-4000:]}"
+    )
+    return target
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The same scenarios in this process, each run once."""
+    target = tmp_path_factory.mktemp("one_process")
+    outcomes: dict[str, dict[str, Any]] = {}
+
+    def outcome(name: str) -> dict[str, Any]:
+        if name not in outcomes:
+            outcomes[name] = two_ranks_worker.run_scenario(name, target)
+        return outcomes[name]
+
+    yield outcome
+
+
+def both(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    first, second = (torch.load(folder / f"{name}.{rank}.pt", weights_only=True) for rank in (0, 1))
+    return first, second
+
+
+def training_logs(outcome: dict[str, Any]) -> list[dict[str, float]]:
+    """Without what the clock says, and without the share of padding, which depends on the cut."""
+    clock = ("time/", "step_time", "tokens_per_second", "padding_share")
+    return [
+        {name: value for name, value in log.items() if not name.startswith(clock)}
+        for log in outcome["logs"]
+        if "loss" in log
+    ]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_gradients_weights_and_metrics_equal_those_of_one_process(folder: Path, one_process: Any, name: str) -> None:
+    first, second = both(folder, name)
+    alone = one_process(name)
+    assert len(first["gradients"]) == len(second["gradients"]) == len(alone["gradients"]) > 0
+    for on_first, on_second, wanted in zip(first["gradients"], second["gradients"], alone["gradients"], strict=True):
+        assert all(torch.equal(on_first[parameter], on_second[parameter]) for parameter in wanted)
+        assert distance(on_first, wanted) < 1e-5
+    assert distance(first["weights"], alone["weights"]) < 1e-5
+    for here, there in zip(training_logs(first), training_logs(alone), strict=True):
+        assert here == pytest.approx(there, rel=1e-3, abs=1e-5)
+
+
+def test_the_scenarios_are_what_they_say(folder: Path) -> None:
+    """Uneven passes, uneven tokens, a rank without rows: else the comparison above would prove little."""
+    first, second = both(folder, "uneven")
+    rows = [sum(outcome["passes"]) for outcome in (first, second)]
+    tokens = [sum(len(s["completion_ids"]) for s in outcome["samples"][0]) for outcome in (first, second)]
+    assert rows[0] > rows[1] > 0 and len(set(tokens)) == 2
+    assert len(first["passes"]) == len(second["passes"]), "ranks make the same number of passes, or they would hang"
+    first, second = both(folder, "one rank without gradient")
+    assert sum(first["passes"]) > 0 and sum(second["passes"]) == 0
+    first, second = both(folder, "all truncated on rank 1")
+    assert sum(first["threshold_passes"]) > 0 and sum(second["threshold_passes"]) == 0
+    assert sum(second["passes"]) == 0
+
+
+def test_a_step_without_any_signal_has_zero_gradients_on_both_ranks(folder: Path, one_process: Any) -> None:
+    alone = one_process("no rank with gradient")
+    for outcome in (*both(folder, "no rank with gradient"), alone):
+        assert outcome["passes"] == []
+        assert all(gradient is not None and not gradient.any() for gradient in outcome["gradients"][0].values())
+        for name, tensor in outcome["weights"].items():
+            assert torch.equal(tensor, alone["weights"][name])
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_a_group_on_two_ranks_has_the_advantages_of_the_whole_group(folder: Path, loss_type: str, scale: str) -> None:
+    """Rewards 0, 1 and 1, 0: Bessel's standard deviation of the four is 0.577 (NousResearch/torchtitan PR #69)."""
+    outcomes = both(folder, f"group over two ranks, {loss_type}, {scale}")
+    advantages = [[sample["advantage"] for sample in outcome["samples"][0]] for outcome in outcomes]
+    assert advantages == [pytest.approx([-0.86588, 0.86588], abs=1e-5), pytest.approx([0.86588, -0.86588], abs=1e-5)]
+    assert [[len(s["completion_ids"]) for s in outcome["samples"][0]] for outcome in outcomes] == [[2, 2], [6, 6]]
+    for outcome in outcomes:
+        (log,) = training_logs(outcome)
+        assert log["reward"] == 0.5 and log["completions/mean_length"] == 4.0
+
+
+@pytest.mark.parametrize("name", ["real engine", "real engine with adapter"])
+def test_sampled_completions_do_not_depend_on_the_number_of_ranks(folder: Path, one_process: Any, name: str) -> None:
+    alone = one_process(name)
+    first, second = both(folder, name)
+    for step, wanted in enumerate(alone["samples"]):
+        sampled = [*first["samples"][step], *second["samples"][step]]
+        assert [s["completion_ids"] for s in sampled] == [s["completion_ids"] for s in wanted]
+        assert [s["advantage"] for s in sampled] == [s["advantage"] for s in wanted]
+        assert len({s["prompt_ids"] for s in sampled}) == 1, "one group, on both ranks"
+
+
+def test_a_resumed_run_of_two_ranks_ends_with_the_same_weights(folder: Path) -> None:
+    for outcome in both(folder, "resumed"):
+        assert all(torch.equal(outcome["parts"][name], outcome["whole"][name]) for name in outcome["whole"])
+
+
+def test_logging_on_one_rank_alone_is_no_deadlock(folder: Path) -> None:
+    """TRL #7310. The values are those of the calls that logged, and both ranks log the same."""
+    outcomes = both(folder, "logs on one rank")
+    for outcome in outcomes:
+        (log,) = training_logs(outcome)
+        assert log["seen"] == 3.0
+    import pandas as pd
+
+    table = pd.read_parquet(folder / "logs on one rank" / "completions" / "completions_00003.parquet")
+    assert table["step"].tolist() == [1] * 8 + [2] * 8 + [3] * 8
+    assert table["length"].isna().tolist() == [False] * 8 + [True] * 8 + [False] * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("reward error on one rank", ("RewardError", "returns_too_few", "8")),
+        ("failed rewards on one rank", ("RewardError", "8 of 16 completions", "ZeroDivisionError: of rank 1")),
+        ("nan on one rank", ("TrainingError", "2 optimizer steps in a row")),
+    ],
+)
+def test_an_error_of_one_rank_ends_both_with_its_message(folder: Path, name: str, words: tuple[str, ...]) -> None:
+    for outcome in both(folder, name):
+        assert outcome["seconds"] < 30
+        for word in words:
+            assert word in outcome["error"]
+
+
+@pytest.mark.parametrize(("name", "prompts"), [("3x1", "abc"), ("3x2", "aabbcc"), ("1x1", "a")])
+def test_evaluation_counts_every_prompt_once(folder: Path, one_process: Any, name: str, prompts: str) -> None:
+    first, second = (outcome[name] for outcome in both(folder, "evaluated"))
+    alone = one_process("evaluated")[name]
+    assert "".join(first["seen"] + second["seen"]) == "".join(alone["seen"]) == prompts
+    for metric in ("eval_reward", "eval_prompts", "eval_completions/mean_length", "eval_rewards/reward/std"):
+        assert (
+            first["metrics"][metric] == second["metrics"][metric] == pytest.approx(alone["metrics"][metric], abs=1e-12)
+        )
+
+
+def test_rank_files_hold_every_completion_once(folder: Path) -> None:
+    run = folder / "real engine"
+    groups = [
+        json.loads(line) for path in sorted(run.glob("completions*.jsonl")) for line in path.read_text().splitlines()
+    ]
+    counts: dict[int, int] = {}
+    for group in groups:
+        counts[group["prompt_id"]] = counts.get(group["prompt_id"], 0) + len(group["completions"])
+    assert set(counts.values()) == {4} and len(counts) == 8
