@@ -22,8 +22,8 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed-test
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
 
 clean:

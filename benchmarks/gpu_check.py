@@ -1,7 +1,8 @@
 """Correctness and speed on the machine's accelerator, with random weights: nothing is downloaded.
 
-Checks, in float32 and bfloat16: chunked log-probs and their gradients against full logits; the engine's log-probs against
-the scored ones; one GRPO step with and without gradient checkpointing. Then seconds and peak memory of a GRPO step.
+Checks, in float32 and bfloat16: chunked log-probs and their gradients against full logits; the engine's log-probs
+against the scored ones; one GRPO step with and without gradient checkpointing. Then seconds and peak memory of a GRPO
+step.
 Exits with 1 if a check fails.
 """
 
@@ -34,12 +35,15 @@ def model_of(small: bool, dtype: torch.dtype, device: torch.device) -> LlamaForC
     """About half a billion random parameters, or 1 million with `small`."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = (
-        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2}
         if small
         else {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
               "num_key_value_heads": 8}
     )  # fmt: skip
-    config = LlamaConfig(vocab_size=8192 if small else 65536, max_position_embeddings=8192, eos_token_id=1, pad_token_id=2, **sizes)
+    config = LlamaConfig(
+        vocab_size=8192 if small else 65536, max_position_embeddings=8192, eos_token_id=1, pad_token_id=2, **sizes
+    )
     return LlamaForCausalLM(config).to(device=device, dtype=dtype)
 
 
@@ -85,10 +89,19 @@ def step_seconds(model: LlamaForCausalLM, tokens: int, checkpointing: bool) -> d
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            output_dir=folder, max_steps=2, per_device_train_batch_size=8, num_generations=8, max_completion_length=tokens,
-            gradient_checkpointing=checkpointing, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
-            bf16=False, use_cpu=not cuda,
-        )  # fmt: skip
+            output_dir=folder,
+            max_steps=2,
+            per_device_train_batch_size=8,
+            num_generations=8,
+            max_completion_length=tokens,
+            gradient_checkpointing=checkpointing,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            bf16=False,
+            use_cpu=not cuda,
+        )
         trainer = GRPOTrainer(
             model, lambda completions, **_: [float(index) for index in range(len(completions))], config, rows,
             processing_class=tokenizer,
@@ -97,8 +110,12 @@ def step_seconds(model: LlamaForCausalLM, tokens: int, checkpointing: bool) -> d
         trainer.train()
     last = [entry for entry in trainer.state.log_history if "step_time" in entry][-1]
     peak = torch.cuda.max_memory_allocated() - loaded if cuda else 0
-    return {"s_per_step": last["step_time"], "s_generating": last["time/generating"], "s_updating": last["time/updating"],
-            "peak_bytes": float(peak)}  # fmt: skip
+    return {
+        "s_per_step": last["step_time"],
+        "s_generating": last["time/generating"],
+        "s_updating": last["time/updating"],
+        "peak_bytes": float(peak),
+    }
 
 
 def main() -> int:

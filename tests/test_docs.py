@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import tiny_model, tiny_tokenizer
 
 from grupo.cli import _parser
 from grupo.config import GRPOConfig
 from grupo.recipe import Recipe, load_recipe
 from grupo.train_command import recipe_rewards
+from tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
 
 from grupo.errors import DataError
 from grupo.records import FinishReason, Prompt
@@ -13,6 +12,7 @@ from grupo.rollout.local import LocalEngine
 from grupo.rollout.sampling import draw_tokens, truncated_log_probs
 from grupo.rollout.scripted import ScriptedEngine
 from grupo.sampling import SamplingSpec
+from tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 
@@ -43,7 +43,9 @@ def test_greedy_tokens_equal_transformers_generate():
     results = engine(model).generate(requests(1), SamplingSpec(temperature=0, max_new_tokens=20))
     for p, (completion,) in zip(PROMPTS, results, strict=True):
         ids = torch.tensor([p.token_ids])
-        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)[0, ids.shape[1] :]
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)[
+            0, ids.shape[1] :
+        ]
         assert list(completion.token_ids) == wanted.tolist()
 
 
@@ -71,7 +73,9 @@ def test_a_completion_depends_on_its_seed_alone():
 def test_cache_is_used_and_checkpointing_does_not_matter():
     model = tiny_model()
     widths = []
-    model.register_forward_pre_hook(lambda m, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda m, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     spec = SamplingSpec(temperature=0, max_new_tokens=10)
     plain = engine(model).generate(requests(1), spec)
     assert widths[0] == 30 and set(widths[1:]) == {1}
@@ -178,9 +182,14 @@ def test_both_logprobs_are_what_they_say():
     tokens = torch.tensor(completion.token_ids)[:, None]
     full = torch.log_softmax(logits, -1)
     kept = logits.masked_fill(logits < logits.topk(4).values[:, -1:], -torch.inf)
-    torch.testing.assert_close(torch.tensor(completion.behavior_logprobs).double(), full.gather(1, tokens)[:, 0], rtol=0, atol=1e-5)
     torch.testing.assert_close(
-        torch.tensor(completion.sampled_logprobs).double(), torch.log_softmax(kept, -1).gather(1, tokens)[:, 0], rtol=0, atol=1e-5
+        torch.tensor(completion.behavior_logprobs).double(), full.gather(1, tokens)[:, 0], rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        torch.tensor(completion.sampled_logprobs).double(),
+        torch.log_softmax(kept, -1).gather(1, tokens)[:, 0],
+        rtol=0,
+        atol=1e-5,
     )
     torch.testing.assert_close(
         torch.tensor(completion.entropies).double(), -(full.exp() * full).sum(-1), rtol=0, atol=1e-5

@@ -20,6 +20,7 @@ LAYERS = [
     ["cli"],
     ["train_command"],
     ["console", "trainer"],
+    ["trainer_parts"],
     ["evals", "runs"],
     ["rollout", "scoring"],
     ["data", "models"],

@@ -57,7 +57,9 @@ def test_gradient_of_one_output_alone(which):
     hidden, weight, targets, bias = problem()
     index = 0 if which == "logprobs" else 1
     expected = torch.autograd.grad(naive(hidden, weight, targets, bias, 0.7)[index].sum(), [hidden, weight])
-    output = chunked_logprobs(hidden, weight, targets, bias=bias, temperature=0.7, with_entropy=True, vocabulary_chunk=8)
+    output = chunked_logprobs(
+        hidden, weight, targets, bias=bias, temperature=0.7, with_entropy=True, vocabulary_chunk=8
+    )
     found = torch.autograd.grad(output[index].sum(), [hidden, weight])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

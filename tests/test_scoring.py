@@ -8,11 +8,11 @@ import dataclasses
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
 
 from grupo.records import Sample
 from grupo.scoring.batch import collate, micro_batches
 from grupo.scoring.scorer import Scorer, dropout_off
+from tiny import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,9 @@ def test_equals_an_unpadded_forward(tied, temperature):
         torch.testing.assert_close(
             result[row, : len(item.completion_ids)].double(), by_hand(model, item, temperature), rtol=0, atol=1e-5
         )
-        assert torch.equal(result[row, len(item.completion_ids) :], torch.zeros_like(result[row, len(item.completion_ids) :]))
+        assert torch.equal(
+            result[row, len(item.completion_ids) :], torch.zeros_like(result[row, len(item.completion_ids) :])
+        )
 
 
 def test_neighbours_and_padding_do_not_matter():
@@ -77,7 +79,9 @@ def test_pad_token_may_be_a_token_of_the_text():
 
 
 def test_collate_masks_by_length_not_by_token():
-    batch = collate([sample([5], [7, 1, 1]), dataclasses.replace(sample([5, 6], [8]), has_loss=False)], pad_token_id=1, device=CPU)
+    batch = collate(
+        [sample([5], [7, 1, 1]), dataclasses.replace(sample([5, 6], [8]), has_loss=False)], pad_token_id=1, device=CPU
+    )
     assert batch.completion_mask.tolist() == [[True, True, True], [True, False, False]]
     assert batch.loss_mask.tolist() == [[True, True, True], [False, False, False]]
     assert batch.input_ids.tolist() == [[5, 7, 1, 1], [5, 6, 8, 1]]
@@ -107,7 +111,9 @@ def test_softcap_is_noticed_and_scored_exactly():
     result = scorer.score(model, collate(items, pad_token_id=2, device=CPU)).logprobs
     assert scorer.reads_hidden_states is False
     for row, item in enumerate(items):
-        torch.testing.assert_close(result[row, : len(item.completion_ids)].double(), by_hand(model, item), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            result[row, : len(item.completion_ids)].double(), by_hand(model, item), rtol=0, atol=1e-5
+        )
 
 
 def test_forward_wrapped_by_someone_else_is_noticed():
@@ -124,7 +130,9 @@ def test_forward_wrapped_by_someone_else_is_noticed():
     scorer = Scorer(model)
     result = scorer.score(model, collate(items, pad_token_id=2, device=CPU)).logprobs
     assert scorer.reads_hidden_states is False
-    torch.testing.assert_close(result[0, : len(items[0].completion_ids)].double(), by_hand(model, items[0]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        result[0, : len(items[0].completion_ids)].double(), by_hand(model, items[0]), rtol=0, atol=1e-5
+    )
 
 
 def test_adapter_on_the_head_is_trained():
@@ -161,7 +169,8 @@ def test_checkpointing_changes_no_gradient(reentrant):
 
 def test_dropout_is_off_while_training_stays_on():
     model = get_peft_model(
-        tiny_model(attention_dropout=0.5), LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.5, init_lora_weights=False)
+        tiny_model(attention_dropout=0.5),
+        LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.5, init_lora_weights=False),
     )
     model.train()
     items = random_samples(2)

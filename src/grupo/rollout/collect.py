@@ -283,7 +283,9 @@ def _advantages(rows: Sequence[_Row], settings: AdvantageSettings) -> _Outcome:
         aggregation=settings.aggregation,
         failed=torch.tensor([row.failed for row in rows]),
     )
-    rewards = [value if scored else None for value, scored in zip(result.rewards.tolist(), result.scored.tolist(), strict=True)]
+    rewards = [
+        value if scored else None for value, scored in zip(result.rewards.tolist(), result.scored.tolist(), strict=True)
+    ]
     return _Outcome(rewards, result.advantages.tolist(), result.live.tolist(), result.group_std.tolist())
 
 
@@ -332,7 +334,9 @@ def _refuse_clashes(user_metrics: MetricSums, own: MetricSums) -> None:
 def _length_metrics(metrics: MetricSums, rows: Sequence[_Row]) -> None:
     lengths = [row.completion_tokens for row in rows]
     _add_distribution(metrics, "completions/{}_length", lengths)
-    _add_distribution(metrics, "completions/{}_terminated_length", [row.completion_tokens for row in rows if not row.truncated])
+    _add_distribution(
+        metrics, "completions/{}_terminated_length", [row.completion_tokens for row in rows if not row.truncated]
+    )
     metrics.add("completions/clipped_ratio", sum(row.truncated for row in rows) / len(rows), len(rows))
 
 
@@ -387,4 +391,3 @@ def _too_many_failures(failures: int, count: int, limit: float, failed_calls: Se
         f"max_failed_reward_share={limit:.0%}. {'; '.join(failed_calls[:3])}. Mend the reward function, let it return "
         "None where it does not apply, or raise max_failed_reward_share."
     )
-

@@ -135,9 +135,7 @@ class LocalEngine:
 
 
 def _append(rows: Sequence[_Row], draw: Draw) -> None:
-    values = (
-        draw.token_ids.tolist(), draw.behavior_logprobs.tolist(), draw.sampled_logprobs.tolist(), draw.entropies.tolist()
-    )  # fmt: skip
+    values = (column.tolist() for column in draw)
     for row, token_id, behavior, sampled, entropy in zip(rows, *values, strict=True):
         row.token_ids.append(token_id)
         row.behavior_logprobs.append(behavior)

@@ -39,10 +39,7 @@ def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tens
     if _changes_distribution(spec):
         sampled_log_probs = truncated_log_probs(logits, spec, seen)
         probs = sampled_log_probs.exp()
-    if spec.temperature == 0:
-        token_ids = sampled_log_probs.argmax(-1)
-    else:
-        token_ids = _inverse_cdf(probs, uniforms)
+    token_ids = probs.argmax(-1) if spec.temperature == 0 else _inverse_cdf(probs, uniforms)
     index = token_ids.unsqueeze(-1)
     return Draw(
         token_ids,

@@ -18,7 +18,9 @@ Window = tuple[int, list[list[Sample]]]
 def save_state(folder: Path, *, rank: int, world_size: int, window: Window | None, **parts: Any) -> None:
     """Writes the state of one rank: its samples of the open window, and `parts`, which must be plain or tensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    plain = None if window is None else (window[0], [[dataclasses.asdict(sample) for sample in step] for step in window[1]])
+    plain = (
+        None if window is None else (window[0], [[dataclasses.asdict(sample) for sample in step] for step in window[1]])
+    )
     torch.save({"world_size": world_size, "window": plain, **parts}, _path(folder, rank))
 
 
@@ -33,10 +35,12 @@ def load_state(folder: Path, *, rank: int, world_size: int) -> dict[str, Any] | 
     saved = torch.load(_path(folder, 0), map_location="cpu", weights_only=True)
     if saved["world_size"] != world_size:
         raise ConfigError(
-            f"The checkpoint {folder} was written by {saved['world_size']} processes, and this run has {world_size}: each "
-            f"process goes on with its own completions. Start it with {saved['world_size']}."
+            f"The checkpoint {folder} was written by {saved['world_size']} processes, and this run has {world_size}: "
+            f"each process goes on with its own completions. Start it with {saved['world_size']}."
         )
-    state: dict[str, Any] = saved if rank == 0 else torch.load(_path(folder, rank), map_location="cpu", weights_only=True)
+    state: dict[str, Any] = (
+        saved if rank == 0 else torch.load(_path(folder, rank), map_location="cpu", weights_only=True)
+    )
     if state["window"] is not None:
         index, steps = state["window"]
         state["window"] = (index, [_samples(step) for step in steps])

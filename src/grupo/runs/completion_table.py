@@ -79,4 +79,8 @@ def _shown(value: Any) -> str:
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "\n".join(f"{message['role']}: {message['content']}" for message in content)
+    return (
+        content
+        if isinstance(content, str)
+        else "\n".join(f"{message['role']}: {message['content']}" for message in content)
+    )

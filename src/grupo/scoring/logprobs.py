@@ -1,7 +1,7 @@
 """Log-probs and entropy of given tokens from hidden states, without ever holding full logits.
 
-N scored positions, H hidden, V vocabulary. Logits exist for one tile of tokens x vocabulary at a time, in forward and in
-backward; the log-sum-exp over the vocabulary is accumulated online (Milakov and Gimelshein, arXiv:1805.02867).
+N scored positions, H hidden, V vocabulary. Logits exist for one tile of tokens x vocabulary at a time, in forward and
+in backward; the log-sum-exp over the vocabulary is accumulated online (Milakov and Gimelshein, arXiv:1805.02867).
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ class Scorer:
         if self.decoder is None or type(self.head) is not nn.Linear:
             reason = f"its output head is a {type(self.head).__name__}, not a plain linear layer"
         elif not self._head_matches(module, device):
-            reason = "its logits are not the plain projection of its hidden states (softcap, scale, or a wrapped forward)"
+            reason = (
+                "its logits are not the plain projection of its hidden states (softcap, scale, or a wrapped forward)"
+            )
         else:
             return True
         logger.info("Scoring with full logits, which needs more memory: of this model, %s.", reason)
@@ -129,8 +131,8 @@ def dropout_off(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """No dropout, while `model.training` stays True: `eval()` would switch gradient checkpointing off as well.
 
     All three kinds are covered: `nn.Dropout` modules, rates kept as numbers in modules, such as Llama's
-    `attention_dropout`, and rates read from the config in every forward, such as Persimmon's. Keep the context open until
-    after the backward pass, as checkpointing runs the forward again in there.
+    `attention_dropout`, and rates read from the config in every forward, such as Persimmon's. Keep the context open
+    until after the backward pass, as checkpointing runs the forward again in there.
     """
     changed: list[tuple[Any, str, float]] = []
     if enabled:

@@ -125,7 +125,9 @@ class PolicyUpdate:
             loss += share.detach()
             _add_loss_metrics(metrics, output)
             _add_gap(metrics, batch, scores.logprobs.detach())
-            metrics.add_sum("padding_share", float(batch.input_ids.numel() - batch.lengths.sum()), batch.input_ids.numel())
+            metrics.add_sum(
+                "padding_share", float(batch.input_ids.numel() - batch.lengths.sum()), batch.input_ids.numel()
+            )
             if self.has_entropy_bonus:
                 entropy_sum += _entropy_above(scores, batch, threshold)
                 policy_loss += float(output.policy_loss)

@@ -1,0 +1,87 @@
+"""What is watched while a run goes on, and stops it where going on would be worse."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from grupo.errors import TrainingError
+from grupo.metrics import MetricSums
+
+logger = logging.getLogger("grupo")
+
+ROLLOUTS_WITH_GAP = 3
+"""So many rollouts running must be off before the run stops."""
+
+
+class GradientGuard:
+    """Drops NaN and infinite gradients before the optimizer sees them, and stops after too many such steps in a row."""
+
+    def __init__(self, *, max_steps: int, learning_rate: float) -> None:
+        self.max_steps = max_steps
+        self.learning_rate = learning_rate
+        self._in_a_row = 0
+
+    def check(self, model: nn.Module, step: int) -> bool:
+        """Whether all gradients are finite; where not, they are removed.
+
+        Raises:
+            TrainingError: `max_steps` optimizer steps in a row had non-finite gradients, or nothing has a gradient.
+        """
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if not gradients:
+            # With checkpointing, backward runs even where no trainable parameter takes part.
+            raise TrainingError(
+                "None of the trainable parameters has a gradient: they take no part in the model's output, so training "
+                "would change nothing. Set requires_grad on parameters that do, or pass a peft_config."
+            )
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        self._in_a_row = 0 if finite else self._in_a_row + 1
+        if finite:
+            return True
+        # Missing gradients, not zeros: the optimizer then leaves weights, momentum and decay as they are.
+        model.zero_grad(set_to_none=True)
+        logger.warning("Step %d has non-finite gradients; they are dropped.", step)
+        if self._in_a_row >= self.max_steps:
+            raise TrainingError(
+                f"{self._in_a_row} optimizer steps in a row had NaN or infinite gradients "
+                f"(max_nonfinite_steps={self.max_steps}); the weights are those before them. Lower learning_rate (now "
+                f"{self.learning_rate}), keep scale_rewards='group', and check that the model computes finite logits "
+                "in its dtype."
+            )
+        return False
+
+
+class SamplerCheck:
+    """The sampler must be the policy: warns, then stops, when its log-probs are not those of the trainer."""
+
+    def __init__(self, *, warn_above: float, stop_above: float) -> None:
+        self.warn_above = warn_above
+        self.stop_above = stop_above
+        self._in_a_row = 0
+
+    def check(self, metrics: MetricSums) -> None:
+        """Call once per rollout, with the metrics of its first optimizer step. The gap is in nats a token.
+
+        Raises:
+            TrainingError: the gap was above `stop_above` in three rollouts running.
+        """
+        gap = metrics.means().get("sampling/logprob_gap")
+        if gap is None:
+            return
+        self._in_a_row = self._in_a_row + 1 if gap > self.stop_above else 0
+        if self._in_a_row >= ROLLOUTS_WITH_GAP:
+            raise TrainingError(
+                f"In three rollouts running the engine's log-probs were off by {gap:.2f} nats a token on average, more "
+                f"than logprob_gap_stop={self.stop_above}: the completions do not come from the policy that is "
+                "trained. Usual causes: stale weights or a missing adapter in the engine, another temperature, or a "
+                "lower precision there."
+            )
+        if gap > self.warn_above:
+            logger.warning(
+                "The engine's log-probs are off by %.3f nats a token on average (logprob_gap_warn=%s): rollouts and "
+                "scoring differ in precision, dropout or weights.",
+                gap,
+                self.warn_above,
+            )

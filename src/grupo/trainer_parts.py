@@ -1,0 +1,152 @@
+"""What the trainer is made of: parts and small checks that follow from the configuration alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import TrainerCallback
+
+from grupo.algo.entropy import EntropyController
+from grupo.algo.losses import Objective
+from grupo.config import GRPOConfig
+from grupo.errors import ConfigError, DataError, UnsupportedError
+from grupo.rewards.runner import RewardRunner
+from grupo.rollout.collect import AdvantageSettings
+
+RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]]
+
+
+class LastStepIsLogged(TrainerCallback):
+    """What came after the last multiple of `logging_steps` would be in no log."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_training_stop and args.logging_strategy != "no":
+            control.should_log = True
+
+
+class _StepArguments(GRPOConfig):
+    """The arguments that the base class sees: accumulation 1. Files and reporters get the user's number."""
+
+    def to_dict(self) -> dict[str, Any]:
+        values = dict(super().to_dict())
+        values["gradient_accumulation_steps"] = self.__dict__["user_gradient_accumulation_steps"]
+        values.pop("user_gradient_accumulation_steps", None)
+        return values
+
+
+def one_item_per_step(config: GRPOConfig) -> _StepArguments:
+    """A copy with accumulation 1. `dataclasses.replace` would run `__post_init__` again and reset accelerate."""
+    args = copy.copy(config)
+    args.__class__ = _StepArguments
+    args.__dict__["user_gradient_accumulation_steps"] = config.gradient_accumulation_steps
+    args.gradient_accumulation_steps = 1
+    return args  # type: ignore[return-value]
+
+
+def mapping(value: Any) -> Mapping[str, Any] | None:
+    """The configuration has parsed what a command line gave as text."""
+    assert value is None or isinstance(value, Mapping)
+    return value
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(f"{name} is not supported by this version of grupo. Leave it out.")
+
+
+def reward_runner(reward_funcs: RewardFunctions | None, config: GRPOConfig) -> RewardRunner:
+    if reward_funcs is None:
+        raise ConfigError("GRPOTrainer needs reward_funcs: one function, or a list of functions, of the completions.")
+    rewards = RewardRunner(reward_funcs, timeout=config.reward_timeout)
+    if config.reward_weights is not None and len(config.reward_weights) != len(rewards.names):
+        raise ConfigError(
+            f"reward_weights has {len(config.reward_weights)} numbers for {len(rewards.names)} reward functions "
+            f"({', '.join(rewards.names)}). Give one weight per function, in the same order."
+        )
+    return rewards
+
+
+def advantage_settings(config: GRPOConfig) -> AdvantageSettings:
+    return AdvantageSettings(
+        weights=None if config.reward_weights is None else tuple(config.reward_weights),
+        scale=config.scale_rewards,
+        aggregation=config.multi_objective_aggregation,
+        mask_truncated=config.mask_truncated_completions,
+        max_failed_share=config.max_failed_reward_share,
+    )
+
+
+def objective(config: GRPOConfig) -> Objective:
+    return Objective(
+        loss_type=config.loss_type,
+        importance_sampling_level=config.importance_sampling_level,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        delta=config.delta,
+        beta=config.beta,
+        use_bias_correction_kl=config.use_bias_correction_kl,
+        off_policy_mask_threshold=config.off_policy_mask_threshold,
+        sapo_temperature_neg=config.sapo_temperature_neg,
+        sapo_temperature_pos=config.sapo_temperature_pos,
+        vespo_k_pos=config.vespo_k_pos,
+        vespo_lambda_pos=config.vespo_lambda_pos,
+        vespo_k_neg=config.vespo_k_neg,
+        vespo_lambda_neg=config.vespo_lambda_neg,
+        max_completion_length=config.sampling_spec().max_new_tokens,
+    )
+
+
+def entropy_controller(config: GRPOConfig) -> EntropyController | None:
+    if not config.use_adaptive_entropy:
+        return None
+    return EntropyController(
+        config.entropy_coef,
+        target=config.entropy_target,
+        delta=config.entropy_coef_delta,
+        minimum=config.entropy_coef_min,
+        maximum=config.entropy_coef_max,
+    )
+
+
+def check_best_metric(config: GRPOConfig, eval_dataset: Any) -> None:
+    """The base class would look for the metric only after the first evaluation."""
+    if config.metric_for_best_model is None or config.eval_strategy == "no":
+        return
+    chosen = f"metric_for_best_model={config.metric_for_best_model!r}"
+    name = config.metric_for_best_model.removeprefix("eval_")
+    if name == "loss":
+        raise ConfigError(f"{chosen}: there is no eval_loss, as it says nothing about progress. Set it to 'reward'.")
+    if isinstance(eval_dataset, Mapping) and not any(name.startswith(f"{dataset}_") for dataset in eval_dataset):
+        options = ", ".join(repr(f"{dataset}_reward") for dataset in eval_dataset)
+        raise ConfigError(f"{chosen}: eval_dataset has several datasets, so it must name one. Set it to {options}.")
+
+
+def named_datasets(dataset: Any) -> Mapping[str, Any]:
+    return dataset if isinstance(dataset, Mapping) else {"": dataset}
+
+
+def dataset_length(dataset: Any) -> int:
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"The dataset consists of several datasets: {', '.join(map(repr, dataset))}. Pass one of them, as in "
+            f"train_dataset=data[{next(iter(dataset), 'train')!r}]."
+        )
+    if not hasattr(dataset, "__len__"):
+        raise UnsupportedError(
+            f"The dataset is {type(dataset).__name__}, which has no length. Take a finite part of it first, for "
+            "example datasets.Dataset.from_list(list(dataset.take(10_000)))."
+        )
+    return len(dataset)
+
+
+def even_share(count: int, world_size: int, rank: int) -> list[int]:
+    """The contiguous share of range(count) of one rank; shares differ by one at most."""
+    return list(range(count * rank // world_size, count * (rank + 1) // world_size))
+
+
+def only_item(items: list[int]) -> int:
+    (item,) = items
+    return item
