@@ -106,6 +106,17 @@ def test_bfloat16_hidden_states_give_float32_results():
     torch.testing.assert_close(rounded.double(), exact, rtol=0.05, atol=0.1)
 
 
+def test_bfloat16_logprobs_of_likely_tokens_are_those_of_full_logits():
+    hidden, weight, _, _ = problem(n=64, h=64, v=500, dtype=torch.float32, bias=False)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    logits = hidden @ weight.T
+    targets = logits.argmax(-1)
+    expected, _ = logprobs_from_logits(logits, targets)
+    found, _ = chunked_logprobs(hidden, weight, targets, vocabulary_chunk=123)
+    torch.testing.assert_close(found, expected)
+    assert (found <= 0).all()
+
+
 def test_head_in_float32_is_closer_than_bfloat16():
     hidden, weight, targets, _ = problem(n=64, h=64, v=500, dtype=torch.float32, bias=False)
     low = hidden.detach().bfloat16(), weight.detach().bfloat16()

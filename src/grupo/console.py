@@ -43,7 +43,7 @@ class ProgressLines(TrainerCallback):
         self.console = console
         self.bar = bar
         self._task: Any = None
-        self._second_step_at: float | None = None
+        self._started = 0.0
         self._steps_at_start = 0
         self._told_eta = False
 

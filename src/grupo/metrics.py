@@ -7,10 +7,11 @@ or the largest value since the last log. Nothing is averaged before it is weight
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-AllGather = Callable[[object], list[object]]
+AllGather = Callable[[Any], list[Any]]
 
 STEP_METRICS = frozenset(
     {
@@ -73,7 +74,3 @@ def merged(parts: Iterable[MetricSums]) -> MetricSums:
     for part in parts:
         total.merge(part)
     return total
-
-
-def prefixed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
-    return {f"{prefix}{name}": value for name, value in values.items()}

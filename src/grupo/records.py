@@ -112,11 +112,6 @@ class Group:
     advantages: tuple[float, ...]
     """(G,) 0 where the total is unknown."""
 
-    @property
-    def is_live(self) -> bool:
-        """At least one completion differs from the others: the group carries a signal."""
-        return any(advantage != 0.0 for advantage in self.advantages)
-
 
 @dataclass(frozen=True)
 class Sample:

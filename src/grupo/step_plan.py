@@ -79,8 +79,7 @@ class StepPlan:
         accumulation = numbers.accumulation
         per_forward = numbers.per_forward
         window = numbers.window
-        prompts_per_rollout = per_forward * window // numbers.num_generations
-        rollouts_per_step = max(1, accumulation // window) if numbers.num_iterations == 1 else 1
+        prompts_per_rollout, rollouts_per_step = numbers.prompts_per_rollout, numbers.rollouts_per_step
         steps_per_rollout = max(1, window * numbers.num_iterations // accumulation)
         rollouts = steps = dropped = None
         if numbers.num_prompts is not None:
@@ -197,6 +196,14 @@ class _Numbers:
             return self.generation_batch_size // self.per_forward
         return self.accumulation if self.steps_per_generation is None else self.steps_per_generation
 
+    @property
+    def prompts_per_rollout(self) -> int:
+        return self.per_forward * self.window // self.num_generations
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return max(1, self.accumulation // self.window) if self.num_iterations == 1 else 1
+
 
 def _misfit(numbers: _Numbers) -> str | None:
     """The first rule that the numbers break, as a sentence; None: they fit."""
@@ -250,9 +257,8 @@ def _uneven_steps(numbers: _Numbers) -> str | None:
 def _too_few_prompts(numbers: _Numbers) -> str | None:
     if numbers.num_prompts is None:
         return None
-    prompts_per_rollout = numbers.per_forward * numbers.window // numbers.num_generations
-    rollouts = max(1, numbers.accumulation // numbers.window) if numbers.num_iterations == 1 else 1
-    needed = prompts_per_rollout * rollouts
+    rollouts = numbers.rollouts_per_step
+    needed = numbers.prompts_per_rollout * rollouts
     if numbers.num_prompts >= needed:
         return None
     what = "one rollout" if rollouts == 1 else f"one optimizer step ({rollouts} rollouts)"

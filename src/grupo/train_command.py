@@ -20,14 +20,13 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from grupo.config import GRPOConfig
 from grupo.console import ProgressLines, say, step_bar
-from grupo.data.prompts import Rows, apply_length_policy, tokenize_rows
+from grupo.data.prompts import Rows
 from grupo.data.sources import recipe_rows
 from grupo.data.tasks import make_task
 from grupo.errors import ConfigError, GrupoError
 from grupo.evals.held_out import HeldOutResult, evaluate_held_out
 from grupo.evals.statistics import paired_difference
 from grupo.models.default_model import default_model_path
-from grupo.models.load import context_length
 from grupo.recipe import Recipe, RewardSpec, to_yaml
 from grupo.rewards.registry import make_reward
 from grupo.runs.folder import fresh_folder, group_record
@@ -179,14 +178,7 @@ def _held_out(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Callable[[str
         logger.warning("Nothing is held out, so there is no evaluation. Set dataset.held_out to a number of rows.")
         return None
     config = trainer.config
-    prompts = apply_length_policy(
-        tokenize_rows(rows, trainer.prompt_tokenizer),
-        max_prompt_length=config.max_prompt_length,
-        overlong_prompts=config.overlong_prompts,
-        max_completion_length=config.sampling_spec().max_new_tokens,
-        context_length=context_length(trainer.model),
-        what="held-out",
-    )
+    prompts = trainer.tokenized_rows(rows, "held-out")
     if recipe.eval.max_prompts is not None and recipe.eval.max_prompts < len(prompts):
         # Not the first ones: rows are often in order of difficulty.
         prompts = random.Random(f"held-out prompts, seed {config.seed}").sample(prompts, recipe.eval.max_prompts)

@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 
 from grupo.config import GRPOConfig
 from grupo.data.prompts import (
@@ -29,16 +29,8 @@ from grupo.data.prompts import (
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.metrics import MetricSums, merged, prefixed
-from grupo.models.load import (
-    add_adapter,
-    check_trainable,
-    context_length,
-    load_policy,
-    load_tokenizer,
-    name_of,
-    stop_token_ids,
-)
+from grupo.metrics import MetricSums, merged
+from grupo.models.load import check_trainable, context_length, name_of, stop_token_ids
 from grupo.models.reference import ReferencePolicy
 from grupo.records import Sample
 from grupo.rollout.collect import RolloutCollector, RolloutResult
@@ -65,8 +57,10 @@ from grupo.trainer_parts import (
     objective,
     one_item_per_step,
     only_item,
+    policy,
     refuse_unsupported,
     reward_runner,
+    tokenizer_of,
 )
 
 logger = logging.getLogger("grupo")
@@ -143,40 +137,19 @@ class GRPOTrainer(Trainer):
         check_best_metric(args, eval_dataset)
 
         set_seed(args.seed)
-        if isinstance(model, str):
-            model = load_policy(
-                model,
-                mapping(args.model_init_kwargs),
-                trust_remote_code=args.trust_remote_code,
-                quantization_config=quantization_config,
-            )
-        elif args.model_init_kwargs or quantization_config is not None:
-            raise ConfigError(
-                "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
-                "given. Pass the model's name, or load it with these arguments yourself."
-            )
-        if peft_config is not None:
-            model = add_adapter(model, peft_config)
+        model = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
         self.trainable_parameters, self.total_parameters = check_trainable(model)
-        if processing_class is None:
-            processing_class = load_tokenizer(
-                model, mapping(args.model_init_kwargs), trust_remote_code=args.trust_remote_code
-            )
-        if not isinstance(processing_class, PreTrainedTokenizerBase):
-            raise UnsupportedError(
-                f"processing_class is {type(processing_class).__name__}; only tokenizers are supported so far, not the "
-                "processors of vision models."
-            )
-        self.tokenizer = processing_class
-        self.prompt_tokenizer = PromptTokenizer(processing_class, mapping(args.chat_template_kwargs))
-        self.stop_token_ids = stop_token_ids(processing_class, model)
-        self.train_rows = self._rows(train_dataset, model, "training") if train_dataset is not None else []
+        self.context_length = context_length(model)
+        self.tokenizer = tokenizer_of(model, args, processing_class)
+        self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
+        self.stop_token_ids = stop_token_ids(self.tokenizer, model)
+        self.train_rows = self.tokenized_rows(train_dataset, "training") if train_dataset is not None else []
         if train_dataset is not None:
             self.plan = StepPlan.from_config(args, num_prompts=len(self.train_rows))
             self.prompt_stream = self._prompt_stream()
         # What cannot be evaluated is found now, not at the first evaluation.
         self._eval_rows = [
-            (dataset, self._rows(dataset, model, "evaluation"))
+            (dataset, self.tokenized_rows(dataset, "evaluation"))
             for dataset in named_datasets(eval_dataset).values()
             if dataset is not None
         ]
@@ -186,7 +159,7 @@ class GRPOTrainer(Trainer):
             args=one_item_per_step(args),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            processing_class=self.tokenizer,
             callbacks=[*(callbacks or []), LastStepIsLogged()],
             optimizers=optimizers,
         )
@@ -329,13 +302,14 @@ class GRPOTrainer(Trainer):
             shuffle=self.config.shuffle_dataset,
         )
 
-    def _rows(self, dataset: Any, model: Any, what: str) -> list[TokenizedRow]:
+    def tokenized_rows(self, dataset: Any, what: str) -> list[TokenizedRow]:
+        """The rows of a dataset as prompts that fit; `what` they are for, in what is said of those that do not."""
         return apply_length_policy(
             tokenize_rows(dataset, self.prompt_tokenizer),
             max_prompt_length=self.config.max_prompt_length,
             overlong_prompts=self.config.overlong_prompts,
             max_completion_length=self.config.sampling_spec().max_new_tokens,
-            context_length=context_length(model),
+            context_length=self.context_length,
             what=what,
         )
 
@@ -404,7 +378,6 @@ class GRPOTrainer(Trainer):
             purpose="eval",
             rows_at_once=self.eval_rows_at_once(),
         )
-        self.run_folder.path.mkdir(parents=True, exist_ok=True)
         self.run_folder.append_completions(
             result.groups, step=self.state.global_step, reward_names=self.rewards.names, split=metric_key_prefix
         )
@@ -415,7 +388,7 @@ class GRPOTrainer(Trainer):
             "prompts": float(len(prompts)),
             "samples_per_second": len(prompts) * group_size / seconds,
         }
-        output = prefixed(values, f"{metric_key_prefix}_")
+        output = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         self.log(output)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, output)
         return output
@@ -426,7 +399,7 @@ class GRPOTrainer(Trainer):
             if known is dataset:
                 return rows
         self._check_columns(None, dataset)
-        return self._rows(dataset, self.model, "evaluation")
+        return self.tokenized_rows(dataset, "evaluation")
 
     def eval_rows_at_once(self) -> int | None:
         """`per_device_eval_batch_size` where the user set it; otherwise all rows are sampled together."""
@@ -491,7 +464,6 @@ class GRPOTrainer(Trainer):
         self._metrics.merge(result.metrics)
         self._spend("generating", result.seconds_generating)
         self._spend("rewarding", result.seconds_rewarding)
-        self.run_folder.path.mkdir(parents=True, exist_ok=True)
         self.run_folder.append_completions(
             result.groups, step=self.state.global_step + 1, reward_names=self.rewards.names
         )
@@ -500,7 +472,7 @@ class GRPOTrainer(Trainer):
 
     def _record_update(self, samples: Sequence[Sample], result: UpdateResult, seconds: float) -> None:
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
-        gathered: list[Any] = self._all_gather((result.metrics, result.entropy_sum, tokens))
+        gathered = self._all_gather((result.metrics, result.entropy_sum, tokens))
         step_metrics = merged(metrics for metrics, _, _ in gathered)
         self._step_tokens = sum(tokens for _, _, tokens in gathered)
         if self.state.global_step % self.plan.steps_per_rollout == 0:
@@ -535,6 +507,7 @@ class GRPOTrainer(Trainer):
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Private in the base class, but no public method learns which checkpoint a run goes on from."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
@@ -587,5 +560,5 @@ class GRPOTrainer(Trainer):
             if not any(parameter.requires_grad for parameter in embeddings.parameters()):
                 self.model.enable_input_require_grads()
 
-    def _all_gather(self, item: object) -> list[object]:
+    def _all_gather(self, item: Any) -> list[Any]:
         return list(gather_object([item])) if self.args.world_size > 1 else [item]

@@ -1,4 +1,4 @@
-"""What the trainer is made of: parts and small checks that follow from the configuration alone."""
+"""What the trainer is made of: parts and small checks that need no trainer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from grupo.algo.entropy import EntropyController
 from grupo.algo.losses import Objective
 from grupo.config import GRPOConfig
 from grupo.errors import ConfigError, DataError, UnsupportedError
+from grupo.models.load import add_adapter, load_policy, load_tokenizer
 from grupo.rewards.runner import RewardRunner
 from grupo.rollout.collect import AdvantageSettings
 
@@ -29,20 +30,52 @@ class LastStepIsLogged(TrainerCallback):
 class _StepArguments(GRPOConfig):
     """The arguments that the base class sees: accumulation 1. Files and reporters get the user's number."""
 
+    # Without a default, and the class is no dataclass of its own: this is no field.
+    users_gradient_accumulation_steps: int
+
     def to_dict(self) -> dict[str, Any]:
-        values = dict(super().to_dict())
-        values["gradient_accumulation_steps"] = self.__dict__["user_gradient_accumulation_steps"]
-        values.pop("user_gradient_accumulation_steps", None)
-        return values
+        return {**super().to_dict(), "gradient_accumulation_steps": self.users_gradient_accumulation_steps}
 
 
-def one_item_per_step(config: GRPOConfig) -> _StepArguments:
+def one_item_per_step(config: GRPOConfig) -> GRPOConfig:
     """A copy with accumulation 1. `dataclasses.replace` would run `__post_init__` again and reset accelerate."""
     args = copy.copy(config)
     args.__class__ = _StepArguments
-    args.__dict__["user_gradient_accumulation_steps"] = config.gradient_accumulation_steps
+    assert isinstance(args, _StepArguments)
+    args.users_gradient_accumulation_steps = config.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
-    return args  # type: ignore[return-value]
+    return args
+
+
+def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_config: Any) -> Any:
+    """The model to train: loaded where it is given by name, with a fresh adapter where one is asked for."""
+    if isinstance(model, str):
+        model = load_policy(
+            model,
+            mapping(config.model_init_kwargs),
+            trust_remote_code=config.trust_remote_code,
+            quantization_config=quantization_config,
+        )
+    elif config.model_init_kwargs or quantization_config is not None:
+        raise ConfigError(
+            "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
+            "given. Pass the model's name, or load it with these arguments yourself."
+        )
+    return model if peft_config is None else add_adapter(model, peft_config)
+
+
+def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer that was given, or the model's own."""
+    if processing_class is None:
+        processing_class = load_tokenizer(
+            model, mapping(config.model_init_kwargs), trust_remote_code=config.trust_remote_code
+        )
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise UnsupportedError(
+            f"processing_class is {type(processing_class).__name__}; only tokenizers are supported so far, not the "
+            "processors of vision models."
+        )
+    return processing_class
 
 
 def mapping(value: Any) -> Mapping[str, Any] | None:

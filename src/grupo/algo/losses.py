@@ -200,8 +200,22 @@ class Objective:
 
         if entropy is not None:
             sums["entropy"] = _sum_and_count(entropy, mask)
-        sums.update({name: _sum_and_count(values, mask) for name, values in term.means.items()})
+        values_to_average = {**term.clipped, **term.means}
+        sums.update({name: _sum_and_count(values, mask) for name, values in values_to_average.items()})
         return LossOutput(loss, policy_loss.detach(), sums, _extremes(term, mask))
+
+    def clip_metrics_without_advantage(
+        self, mask: Tensor
+    ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+        """`sums` and `extremes` of the clip metrics for rows of advantage 0 with tokens `mask` (B, T).
+
+        Whatever their ratio is, such rows are never clipped, so that nothing need be computed for them.
+        """
+        policy = LOSSES[self.loss_type]
+        zeros = torch.zeros(mask.shape)
+        inputs = LossInputs(policy_logprobs=zeros, advantages=zeros[:, 0], mask=mask)
+        term = policy.term(self._policy_tokens(inputs, policy.level or self.importance_sampling_level), self)
+        return {name: _sum_and_count(flags, mask) for name, flags in term.clipped.items()}, _extremes(term, mask)
 
     def _policy_tokens(self, inputs: LossInputs, level: str) -> PolicyTokens:
         logprobs = masked(inputs.policy_logprobs, inputs.mask)

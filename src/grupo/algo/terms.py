@@ -47,8 +47,10 @@ class PolicyTerm:
     """A per-token loss and the numbers that TRL logs beside it; all (B, T) or (B, 1)."""
 
     loss: Tensor
+    clipped: dict[str, Tensor] = field(default_factory=dict)
+    """Metric name -> flags to average over tokens, or over rows where they are (B, 1). Never set where A = 0."""
     means: dict[str, Tensor] = field(default_factory=dict)
-    """Metric name -> values to average over tokens, or over rows where they are (B, 1)."""
+    """Metric name -> values to average in the same way."""
     lowest_row: dict[str, Tensor] = field(default_factory=dict)
     """Metric name -> values whose smallest row mean is reported."""
     highest_row: dict[str, Tensor] = field(default_factory=dict)
@@ -75,7 +77,7 @@ def clipped(tokens: PolicyTokens, settings: Objective) -> PolicyTerm:
     clipped_high = (bounded > high) & (advantages > 0)
     return PolicyTerm(
         loss,
-        means={
+        clipped={
             "clip_ratio/low_mean": clipped_low,
             "clip_ratio/high_mean": clipped_high,
             "clip_ratio/region_mean": clipped_low | clipped_high,
@@ -92,7 +94,7 @@ def cispo(tokens: PolicyTokens, settings: Objective) -> PolicyTerm:
     """
     cap = CISPO_CAP if settings.epsilon_high is None else settings.epsilon_high
     loss = -tokens.ratio.clamp(max=cap).detach() * tokens.advantages * tokens.logprobs
-    return PolicyTerm(loss, means={"cispo_clip_ratio": (tokens.ratio > cap) & (tokens.advantages > 0)})
+    return PolicyTerm(loss, clipped={"cispo_clip_ratio": (tokens.ratio > cap) & (tokens.advantages > 0)})
 
 
 def sapo(tokens: PolicyTokens, settings: Objective) -> PolicyTerm:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -262,5 +262,5 @@ class PromptStream:
 
 def reward_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     """The dataset columns as reward functions get them: one list per column, one entry per completion."""
-    names: Iterator[str] = iter(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

@@ -82,10 +82,14 @@ def load_tokenizer(
     )
 
 
+def base_model(model: Any) -> Any:
+    """The model below the adapter, if there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def name_of(model: Any) -> str:
     """Name or path that the model, or the base model of an adapter, was loaded from; empty if unknown."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return getattr(base.config, "_name_or_path", "") or ""
+    return getattr(base_model(model).config, "_name_or_path", "") or ""
 
 
 def add_adapter(model: Any, peft_config: Any) -> Any:
@@ -141,6 +145,6 @@ def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
 
 def context_length(model: Any) -> int | None:
     """Longest sequence in tokens that the model was made for, where its config says so."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = base.config.get_text_config() if hasattr(base.config, "get_text_config") else base.config
+    config = base_model(model).config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "max_position_embeddings", None)

@@ -48,7 +48,7 @@ class RewardFailure:
     name: str
     kind: FailureKind
     rows: tuple[int, ...]
-    """The completions concerned, counted from the call's `first_row`."""
+    """The completions concerned."""
     message: str
     traceback: str = ""
     """Of an exception: where it was raised."""
@@ -69,13 +69,6 @@ class RewardTable:
     """What functions logged per completion: column -> n values."""
     metrics: dict[str, list[float]]
     """What functions logged as numbers: name -> values."""
-    seconds: dict[str, float]
-    """Wall time of each function. Asynchronous ones run together, so theirs overlap."""
-
-    @property
-    def failed_share(self) -> float:
-        """Share of the completions on which at least one function failed; 0 without completions."""
-        return sum(RewardStatus.FAILED in row for row in self.statuses) / max(len(self.statuses), 1)
 
 
 class RewardRunner:
@@ -143,7 +136,6 @@ class RewardRunner:
         columns: Mapping[str, Sequence[Any]],
         prompt_texts: Sequence[str] | None = None,
         trainer_state: Any = None,
-        first_row: int = 0,
     ) -> RewardTable:
         """Score n completions.
 
@@ -155,7 +147,6 @@ class RewardRunner:
             prompt_texts: (n,) prompts as the model saw them, after the chat template; only for functions whose
                 signature names `prompt_texts`.
             trainer_state: handed on as it is.
-            first_row: number of the first completion, for the rows in failures.
 
         Raises:
             RewardError: a function returned the wrong number or type of values, logged something unusable, requires a
@@ -175,7 +166,7 @@ class RewardRunner:
         for name, values in shared.items():
             assert len(values) == count, f"{name} has {len(values)} entries for {count} completions"
         if count == 0:
-            return RewardTable(self.names, [], [], (), {}, {}, dict.fromkeys(self.names, 0.0))
+            return RewardTable(self.names, [], [], (), {}, {})
 
         jobs = []
         for function in self._functions:
@@ -185,7 +176,7 @@ class RewardRunner:
             )
             jobs.append(_Job(function, keywords, log))
         self._run(jobs)
-        return _table(self.names, jobs, count, first_row)
+        return _table(self.names, jobs, count)
 
     def _run(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
@@ -208,7 +199,7 @@ class RewardRunner:
                     job.outcome = future.result(None if limit is None else max(limit, 0.0))
                 except concurrent.futures.TimeoutError:
                     # A function blocks the loop itself. It cannot be stopped: the next call gets a new loop.
-                    job.outcome = _Outcome(seconds=time.monotonic() - started, timed_out=self.timeout)
+                    job.outcome = _Outcome(timed_out=self.timeout)
                     self._loop = None
         finally:
             for future in futures:
@@ -292,7 +283,6 @@ class _Outcome:
     """How one call ended: with a value, an error or a time-out."""
 
     value: Any = None
-    seconds: float = 0.0
     error: str = ""
     """Type and message of the exception."""
     trace: str = ""
@@ -349,35 +339,30 @@ def _call_in_thread(job: _Job, timeout: float) -> _Outcome:
     context = contextvars.copy_context()
 
     def work() -> None:
-        started = time.monotonic()
         try:
-            value = context.run(job.function.call, **job.keywords)
-            outcomes.append(_Outcome(value, time.monotonic() - started))
+            outcomes.append(_Outcome(context.run(job.function.call, **job.keywords)))
         except BaseException as error:  # user code: even exit() in checked code must not end the run
-            outcomes.append(_failed(error, started))
+            outcomes.append(_failed(error))
         done.set()
 
     threading.Thread(target=work, name=f"grupo-reward-{job.function.name}", daemon=True).start()
     # Waiting for an event with a limit, unlike joining a pool, lets Ctrl-C through to the main thread.
-    return outcomes[0] if done.wait(timeout) else _Outcome(seconds=timeout, timed_out=timeout)
+    return outcomes[0] if done.wait(timeout) else _Outcome(timed_out=timeout)
 
 
 def _call_here(job: _Job) -> _Outcome:
-    started = time.monotonic()
     try:
-        return _Outcome(job.function.call(**job.keywords), time.monotonic() - started)
+        return _Outcome(job.function.call(**job.keywords))
     except (Exception, SystemExit) as error:  # user code; Ctrl-C passes
-        return _failed(error, started)
+        return _failed(error)
 
 
 async def _awaited(job: _Job, timeout: float | None) -> _Outcome:
-    started = time.monotonic()
-
     async def call() -> _Outcome:
         try:
-            return _Outcome(await job.function.call(**job.keywords), time.monotonic() - started)
+            return _Outcome(await job.function.call(**job.keywords))
         except BaseException as error:  # user code: it would end the loop's thread otherwise
-            return _failed(error, started)
+            return _failed(error)
 
     task = asyncio.ensure_future(call())
     # Not wait_for: that waits on for a task that ignores its cancellation, and its error looks like the function's own.
@@ -385,10 +370,10 @@ async def _awaited(job: _Job, timeout: float | None) -> _Outcome:
     if task.done():
         return task.result()
     task.cancel()
-    return _Outcome(seconds=time.monotonic() - started, timed_out=timeout)
+    return _Outcome(timed_out=timeout)
 
 
-def _failed(error: BaseException, started: float) -> _Outcome:
+def _failed(error: BaseException) -> _Outcome:
     """The outcome of an exception, as text: keeping the exception would keep every frame's variables alive."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of the fence
     message = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -398,7 +383,6 @@ def _failed(error: BaseException, started: float) -> _Outcome:
             "reward timeout to None)"
         )
     return _Outcome(
-        seconds=time.monotonic() - started,
         error=message,
         trace="".join(traceback.format_exception(type(error), error, frames)),
         stop=error if isinstance(error, RewardError) else None,
@@ -408,8 +392,8 @@ def _failed(error: BaseException, started: float) -> _Outcome:
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def _table(names: tuple[str, ...], jobs: Sequence[_Job], count: int, first_row: int) -> RewardTable:
-    every_row = tuple(range(first_row, first_row + count))
+def _table(names: tuple[str, ...], jobs: Sequence[_Job], count: int) -> RewardTable:
+    every_row = tuple(range(count))
     scores: list[list[float | None]] = []
     statuses: list[list[RewardStatus]] = []
     failures: list[RewardFailure] = []
@@ -434,10 +418,10 @@ def _table(names: tuple[str, ...], jobs: Sequence[_Job], count: int, first_row: 
         if not_finite:
             first = not_finite[0]
             message = (
-                f"'{name}' returned {values[first]} for completion {first + first_row}, and no finite number for "
+                f"'{name}' returned {values[first]} for completion {first}, and no finite number for "
                 f"{len(not_finite)} of {count}; return None to abstain"
             )
-            failures.append(RewardFailure(name, "non_finite", tuple(row + first_row for row in not_finite), message))
+            failures.append(RewardFailure(name, "non_finite", tuple(not_finite), message))
         statuses.append([_status(value) for value in values])
         scores.append([value if _status(value) is RewardStatus.SCORED else None for value in values])
         for column, logged in job.log.extras.items():
@@ -451,7 +435,6 @@ def _table(names: tuple[str, ...], jobs: Sequence[_Job], count: int, first_row: 
         failures=tuple(failures),
         extras=extras,
         metrics=metrics,
-        seconds={job.function.name: job.outcome.seconds for job in jobs},
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ logger = logging.getLogger("grupo")
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """How rewards become advantages."""
+    """How rewards become advantages, what is left out of the loss, and how many rewards may fail."""
 
     weights: tuple[float, ...] | None
     scale: str
@@ -169,24 +170,18 @@ class RolloutCollector:
         self, prompts: Sequence[Prompt], numbers: Sequence[int], group_size: int, sampling: SamplingSpec, purpose: str
     ) -> list[Completion]:
         """This rank's completions, in the order of `numbers`."""
-        places: dict[int, list[int]] = {}
+        numbers_of_prompt: dict[int, list[int]] = {}
         for number in numbers:
-            places.setdefault(number // group_size, []).append(number % group_size)
-        requests = [
-            GenerationRequest(
-                prompts[index],
-                tuple(completion_seed(self.run_seed, purpose, prompts[index].id, place) for place in group_places),
-                tuple(group_places),
-            )
-            for index, group_places in places.items()
-        ]
-        results = self.engine.generate(requests, sampling)
-        by_number = {
-            index * group_size + place: completion
-            for (index, group_places), group in zip(places.items(), results, strict=True)
-            for place, completion in zip(group_places, group, strict=True)
-        }
-        return [by_number[number] for number in numbers]
+            numbers_of_prompt.setdefault(number // group_size, []).append(number)
+        requests = []
+        for index, members in numbers_of_prompt.items():
+            prompt, places = prompts[index], tuple(number % group_size for number in members)
+            seeds = tuple(completion_seed(self.run_seed, purpose, prompt.id, place) for place in places)
+            requests.append(GenerationRequest(prompt, seeds, places))
+        completions: dict[int, Completion] = {}
+        for members, group in zip(numbers_of_prompt.values(), self.engine.generate(requests, sampling), strict=True):
+            completions.update(zip(members, group, strict=True))
+        return [completions[number] for number in numbers]
 
     def _score(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], trainer_state: Any
@@ -247,7 +242,7 @@ class RolloutCollector:
         failed_calls = [f"{failure.name}: {failure.kind}, {failure.message}" for failure in table.failures]
         # One collective that every rank enters whatever its reward functions did: no rank can be left waiting.
         own_error = None if error is None else str(error)
-        gathered: list[Any] = self.all_gather((own_rows, table.metrics, failed_calls, own_error))
+        gathered = self.all_gather((own_rows, table.metrics, failed_calls, own_error))
         rank_rows, rank_metrics, rank_failed_calls, messages = zip(*gathered, strict=True)
         for message in messages:
             if message is not None:
@@ -323,8 +318,9 @@ def _metrics(rows: Sequence[_Row], outcome: _Outcome, names: Sequence[str]) -> M
 
 
 def _refuse_clashes(user_metrics: MetricSums, own: MetricSums) -> None:
+    taken = STEP_METRICS | own.means().keys()
     for name in user_metrics.sums:
-        if name in STEP_METRICS or name in own.means():
+        if name in taken:
             raise RewardError(
                 f"A reward function called log_metric('{name}', ...), but the trainer logs a metric of this name. "
                 f"Choose another, for example 'mine/{name}'."
@@ -357,7 +353,7 @@ def _reward_metrics(metrics: MetricSums, rows: Sequence[_Row], outcome: _Outcome
 
 def _signal_metrics(metrics: MetricSums, rows: Sequence[_Row], outcome: _Outcome) -> None:
     live_of_group = {row.prompt_id: live for row, live in zip(rows, outcome.live, strict=True)}
-    std_of_group = {row.prompt_id: std for row, std in zip(rows, outcome.group_std, strict=True) if std == std}
+    std_of_group = {row.prompt_id: std for row, std in zip(rows, outcome.group_std, strict=True) if not math.isnan(std)}
     count = len(live_of_group)
     live_share = sum(live_of_group.values()) / count
     metrics.add("frac_reward_zero_std", 1.0 - live_share, count)
@@ -382,7 +378,7 @@ def _all_failed(names: tuple[str, ...], count: int) -> RewardTable:
     """Stands in for the scores of a rank whose reward functions broke the contract; nothing is trained on it."""
     scores: tuple[float | None, ...] = (None,) * len(names)
     statuses = (RewardStatus.FAILED,) * len(names)
-    return RewardTable(names, [scores] * count, [statuses] * count, (), {}, {}, dict.fromkeys(names, 0.0))
+    return RewardTable(names, [scores] * count, [statuses] * count, (), {}, {})
 
 
 def _too_many_failures(failures: int, count: int, limit: float, failed_calls: Sequence[str]) -> str:

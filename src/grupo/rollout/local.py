@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grupo.models.load import base_model
 from grupo.records import Completion, FinishReason
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.sampling import Draw, draw_tokens
@@ -45,42 +46,41 @@ class LocalEngine:
         self.model = model
         self.decode = decode
         self.stop_token_ids = tuple(stop_token_ids)
-        parameters = _forward_parameters(model)
+        parameters = inspect.signature(type(base_model(model)).forward).parameters
         self._takes_positions = "position_ids" in parameters
         # transformers 5.24 renamed the keyword and the field of the output.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
-        results: list[list[Completion | None]] = [[None] * len(request.seeds) for request in requests]
-        requests_with_rows = [index for index, request in enumerate(requests) if request.seeds]
-        if requests_with_rows:
+        finished: dict[tuple[int, int], Completion] = {}
+        if any(request.seeds for request in requests):
             with torch.no_grad(), _evaluation_mode(self.model):
-                for row, stopped in self._decode(requests, requests_with_rows, sampling):
-                    results[row.request][row.place] = self._completion(row, stopped)
-        return [[completion for completion in group if completion is not None] for group in results]
+                for row, stopped in self._decode(requests, sampling):
+                    finished[row.request, row.place] = self._completion(row, stopped)
+        return [
+            [finished[index, place] for place in range(len(request.seeds))] for index, request in enumerate(requests)
+        ]
 
-    def _decode(
-        self, requests: Sequence[GenerationRequest], indices: Sequence[int], sampling: SamplingSpec
-    ) -> Iterator[tuple[_Row, bool]]:
+    def _decode(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> Iterator[tuple[_Row, bool]]:
         """Yields each row when it is finished, with whether a stop token ended it."""
         device = next(self.model.parameters()).device
-        rows = [_Row(index, place) for index in indices for place in range(len(requests[index].seeds))]
-        counts = torch.tensor([len(requests[index].seeds) for index in indices], device=device)
-        fan_out = torch.arange(len(indices), device=device).repeat_interleave(counts)
+        rows = [_Row(index, place) for index, request in enumerate(requests) for place in range(len(request.seeds))]
+        counts = torch.tensor([len(request.seeds) for request in requests], device=device)
+        fan_out = torch.arange(len(requests), device=device).repeat_interleave(counts)
         stop_ids = torch.tensor(
             sorted({*self.stop_token_ids, *sampling.stop_token_ids}), dtype=torch.long, device=device
         )
 
-        prompt_ids, mask = _pad_left([requests[index].prompt.token_ids for index in indices], device)
+        prompt_ids, mask = _pad_left([request.prompt.token_ids for request in requests], device)
         seen = None
         logits, cache = self._forward(prompt_ids, mask, positions=(mask.cumsum(-1) - 1).clamp_min(0), cache=None)
         if sampling.repetition_penalty != 1.0:
-            seen = torch.zeros(len(indices), logits.shape[-1], dtype=torch.bool, device=device)
+            seen = torch.zeros(len(requests), logits.shape[-1], dtype=torch.bool, device=device)
             seen.scatter_(1, prompt_ids, mask.bool())
             seen = seen.index_select(0, fan_out)
         cache.reorder_cache(fan_out)
         logits, mask = logits.index_select(0, fan_out), mask.index_select(0, fan_out)
-        seeds = [seed for index in indices for seed in requests[index].seeds]
+        seeds = [seed for request in requests for seed in request.seeds]
         uniforms = _uniforms(seeds, sampling).to(device)
 
         for step in range(sampling.max_new_tokens):
@@ -163,11 +163,6 @@ def _uniforms(seeds: Sequence[int], sampling: SamplingSpec) -> Tensor:
         for seed in seeds
     ]
     return torch.stack(rows)
-
-
-def _forward_parameters(model: Any) -> set[str]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return set(inspect.signature(type(base).forward).parameters)
 
 
 @contextlib.contextmanager

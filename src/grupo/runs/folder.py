@@ -62,6 +62,7 @@ class RunFolder:
         self, groups: Iterable[Group], *, step: int, reward_names: Sequence[str], **more: Any
     ) -> None:
         """One line per group: the prompt, and per completion text, rewards and advantage."""
+        self.path.mkdir(parents=True, exist_ok=True)
         _append(
             self.completions_file, [{"step": step, **more, **group_record(group, reward_names)} for group in groups]
         )

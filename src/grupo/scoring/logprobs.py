@@ -71,9 +71,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         log_normalizer = hidden.new_empty(count, dtype=result_dtype)
         entropy = hidden.new_zeros(count if with_entropy else 0, dtype=result_dtype)
         for rows in _slices(count, token_chunk):
-            normalizer, mean_logit = tiles.log_sum_exp(hidden[rows], with_entropy)
+            target_logit, normalizer, mean_logit = tiles.reduced(hidden[rows], targets[rows], with_entropy)
             log_normalizer[rows] = normalizer
-            logprobs[rows] = tiles.logits_of(hidden[rows], targets[rows]) - normalizer
+            logprobs[rows] = target_logit - normalizer
             if with_entropy:
                 entropy[rows] = normalizer - mean_logit
         # The entropy is often only looked at: without a gradient for it, backward leaves its terms out.
@@ -148,13 +148,22 @@ class _Tiles:
                 logits = logits + self.bias[columns].to(self.result_dtype)
             yield columns, logits / self.temperature
 
-    def log_sum_exp(self, hidden: Tensor, with_mean_logit: bool) -> tuple[Tensor, Tensor]:
-        """(n,) log-sum-exp of the logits, and (n,) their mean under the softmax (zeros unless asked for)."""
+    def reduced(self, hidden: Tensor, targets: Tensor, with_mean_logit: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(n,) logit of each token's target, (n,) log-sum-exp of the logits, and (n,) their mean under the softmax
+        (zeros unless asked for).
+
+        The target's logit is one of those that are summed up: computed on its own it would be rounded differently, and
+        in bfloat16 log-probs would come out above 0.
+        """
         count = hidden.shape[0]
+        target_logit = hidden.new_zeros(count, dtype=self.result_dtype)
         maximum = hidden.new_full((count,), -torch.inf, dtype=self.result_dtype)
         total = hidden.new_zeros(count, dtype=self.result_dtype)
         weighted = hidden.new_zeros(count, dtype=self.result_dtype)
-        for _, logits in self(hidden):
+        for columns, logits in self(hidden):
+            inside = (targets >= columns.start) & (targets < columns.stop)
+            column = (targets - columns.start).clamp(0, logits.shape[-1] - 1)
+            target_logit = torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), target_logit)
             new_maximum = torch.maximum(maximum, logits.amax(-1))
             rescale = (maximum - new_maximum).exp()
             weights = (logits - new_maximum[:, None]).exp()
@@ -162,15 +171,7 @@ class _Tiles:
             if with_mean_logit:
                 weighted = weighted * rescale + (weights * logits).sum(-1)
             maximum = new_maximum
-        return maximum + total.log(), weighted / total
-
-    def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """(n,) the tempered logit of one target per token."""
-        rows = self.weight.index_select(0, targets).to(self.matmul_dtype)
-        logits = (hidden.to(self.matmul_dtype) * rows).sum(-1, dtype=self.result_dtype)
-        if self.bias is not None:
-            logits = logits + self.bias.index_select(0, targets).to(self.result_dtype)
-        return logits / self.temperature
+        return target_logit, maximum + total.log(), weighted / total
 
 
 def logprobs_from_logits(

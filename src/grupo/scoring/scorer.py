@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grupo.models.load import base_model
 from grupo.records import MicroBatch
 from grupo.scoring.logprobs import chunked_logprobs, logprobs_from_logits
 
@@ -46,7 +47,7 @@ class Scorer:
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, head_in_float32: bool = False) -> None:
         self.temperature = temperature
         self.head_in_float32 = head_in_float32
-        base = _base_model(model)
+        base = base_model(model)
         self.decoder = _decoder(base)
         self.head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
         self.reads_hidden_states: bool | None = None
@@ -156,11 +157,6 @@ def _configs(model: nn.Module) -> list[Any]:
 
 def _names_dropout(name: str) -> bool:
     return "dropout" in name or name.endswith(("layerdrop", "pdrop", "_drop"))
-
-
-def _base_model(model: Any) -> Any:
-    """Below the adapter, if there is one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _decoder(base: Any) -> nn.Module | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from grupo.metrics import AllGather, MetricSums
 from grupo.models.reference import ReferencePolicy
 from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate, micro_batches
-from grupo.scoring.scorer import Scorer, Scores
+from grupo.scoring.scorer import Scorer, Scores, dropout_off
 
 ENTROPY_ROUNDING = 1e-4
 """Nats. Tokens this close below the entropy threshold reach it. The threshold is often one token's own entropy, and the
@@ -54,47 +54,30 @@ class UpdateResult:
     seconds: float
 
 
+@dataclass(eq=False, kw_only=True)
 class PolicyUpdate:
     """Computes the gradient of one optimizer step on the samples of this rank.
 
     The gradient is the same however the step is cut into micro-batches or dealt to ranks: every loss is a sum over the
     denominators of the whole step. Rows without any gradient are left out of forward and backward, but stay in the
     denominators.
-
-    Args:
-        all_gather: one object from each rank, in rank order.
-        autocast: context of the policy's forward.
-        dtype: of the numbers beside the token ids; float64 for a float64 model.
     """
 
-    def __init__(
-        self,
-        *,
-        scorer: Scorer,
-        objective: Objective,
-        ranks: Ranks,
-        rows_per_batch: int,
-        pad_token_id: int,
-        all_gather: AllGather,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        dtype: torch.dtype = torch.float32,
-        pad_to_multiple_of: int | None = None,
-        top_entropy_quantile: float = 1.0,
-        kl_on_dead_groups: bool = True,
-        has_entropy_bonus: bool = False,
-    ) -> None:
-        self.scorer = scorer
-        self.objective = objective
-        self.ranks = ranks
-        self.rows_per_batch = rows_per_batch
-        self.pad_token_id = pad_token_id
-        self.all_gather = all_gather
-        self.autocast = autocast
-        self.dtype = dtype
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.top_entropy_quantile = top_entropy_quantile
-        self.kl_on_dead_groups = kl_on_dead_groups
-        self.has_entropy_bonus = has_entropy_bonus
+    scorer: Scorer
+    objective: Objective
+    ranks: Ranks
+    rows_per_batch: int
+    pad_token_id: int
+    all_gather: AllGather
+    """One object from each rank, in rank order."""
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """Context of the policy's forward."""
+    dtype: torch.dtype = torch.float32
+    """Of the numbers beside the token ids; float64 for a float64 model."""
+    pad_to_multiple_of: int | None = None
+    top_entropy_quantile: float = 1.0
+    kl_on_dead_groups: bool = True
+    has_entropy_bonus: bool = False
 
     def __call__(self, model: nn.Module, samples: Sequence[Sample], *, entropy_coef: float = 0.0) -> UpdateResult:
         """Leaves the step's gradients in the parameters of `model`, the module that the training step was given."""
@@ -103,14 +86,12 @@ class PolicyUpdate:
         threshold, entropy_tokens = self._entropy_threshold(model, samples)
         totals = self._totals(samples, entropy_tokens)
         working = [sample for sample in samples if self._has_gradient(sample)]
-        working_ids = {id(sample) for sample in working}
-        self._count_skipped(metrics, [sample for sample in samples if id(sample) not in working_ids])
+        self._count_skipped(metrics, [sample for sample in samples if not self._has_gradient(sample)])
         effective = sum(len(sample.completion_ids) for sample in samples if sample.has_loss and sample.advantage != 0.0)
         metrics.add_sum("effective_tokens", float(effective), 1.0 / self.ranks.num_processes)
         batches = list(micro_batches(working, self.rows_per_batch))
         # Every rank makes the same number of passes, or the ranks that wait for its gradients would hang.
-        counts: list[Any] = self.all_gather(len(batches))
-        passes: int = max(counts)
+        passes: int = max(self.all_gather(len(batches)))
         loss = torch.zeros((), device=self.ranks.device)
         entropy_sum = policy_loss = 0.0
         for index in range(passes):
@@ -123,7 +104,7 @@ class PolicyUpdate:
                 share = output.loss * self.ranks.num_processes
                 self.ranks.backward(share)
             loss += share.detach()
-            _add_loss_metrics(metrics, output)
+            _add_loss_metrics(metrics, output.sums, output.extremes)
             _add_gap(metrics, batch, scores.logprobs.detach())
             metrics.add_sum(
                 "padding_share", float(batch.input_ids.numel() - batch.lengths.sum()), batch.input_ids.numel()
@@ -143,11 +124,13 @@ class PolicyUpdate:
         """The samples with the log-probs that stay fixed while their window is trained on."""
         if not with_old and reference is None:
             return list(samples)
-        old = self._logprob_rows(model, samples) if with_old else None
         frozen = None
-        if reference is not None:
-            with reference.active():
-                frozen = self._logprob_rows(model, samples)
+        # Also where dropout is asked for: that is for log-probs with gradient.
+        with dropout_off(model):
+            old = self._logprob_rows(model, samples) if with_old else None
+            if reference is not None:
+                with reference.active():
+                    frozen = self._logprob_rows(model, samples)
         return [
             dataclasses.replace(
                 sample,
@@ -215,12 +198,7 @@ class PolicyUpdate:
                 metrics.add_sum("entropy", float(sum(sample.entropies)), float(len(sample.entropies)))
         if counted:
             mask = collate(counted, pad_token_id=self.pad_token_id, device=torch.device("cpu")).loss_mask
-            on_policy = dataclasses.replace(self.objective, beta=0.0, off_policy_mask_threshold=None)
-            output = on_policy(
-                LossInputs(torch.zeros(mask.shape), torch.zeros(mask.shape[0]), mask), StepTotals(1, 1, 1)
-            )
-            shares = {name: pair for name, pair in output.sums.items() if "clip" in name}
-            _add_loss_metrics(metrics, dataclasses.replace(output, sums=shares))
+            _add_loss_metrics(metrics, *self.objective.clip_metrics_without_advantage(mask))
 
     def _has_gradient(self, sample: Sample) -> bool:
         """Whether any term of the loss has a coefficient other than zero on this row."""
@@ -233,8 +211,7 @@ class PolicyUpdate:
         """Denominators of the step over all ranks. Rows without loss are in none of them."""
         counted = [sample for sample in samples if sample.has_loss]
         own = (sum(len(sample.completion_ids) for sample in counted), len(counted))
-        everywhere: list[Any] = self.all_gather(own)
-        tokens, rows = (sum(column) for column in zip(*everywhere, strict=True))
+        tokens, rows = (sum(column) for column in zip(*self.all_gather(own), strict=True))
         return StepTotals(tokens, rows, entropy_tokens=tokens if entropy_tokens is None else entropy_tokens)
 
     @torch.no_grad()
@@ -253,8 +230,7 @@ class PolicyUpdate:
                 entropy = self.scorer.score(model, batch, with_entropy=True).entropy
             assert entropy is not None
             values.append(entropy[batch.loss_mask].cpu())
-        gathered: list[Any] = self.all_gather(torch.cat(values))
-        everywhere = torch.cat(gathered)
+        everywhere = torch.cat(self.all_gather(torch.cat(values)))
         threshold = entropy_threshold(everywhere, self.top_entropy_quantile) - ENTROPY_ROUNDING
         return threshold.to(self.ranks.device), int((everywhere >= threshold).sum())
 
@@ -267,10 +243,12 @@ def _entropy_above(scores: Scores, batch: MicroBatch, threshold: Tensor | None) 
     return float(entropy[acting].sum())
 
 
-def _add_loss_metrics(metrics: MetricSums, output: LossOutput) -> None:
-    for name, (numerator, denominator) in output.sums.items():
+def _add_loss_metrics(
+    metrics: MetricSums, sums: Mapping[str, tuple[Tensor, Tensor]], extremes: Mapping[str, Tensor]
+) -> None:
+    for name, (numerator, denominator) in sums.items():
         metrics.add_sum(name, float(numerator), float(denominator))
-    for name, value in output.extremes.items():
+    for name, value in extremes.items():
         number = float(value)
         if abs(number) != float("inf"):
             (metrics.add_max if name.endswith("max") else metrics.add_min)(name, number)
