@@ -483,15 +483,12 @@ def test_checkpointing_has_two_names(name: str, suffix: str, recwarn: pytest.War
     config = GRPOConfig(**{name + suffix: value})
     assert getattr(config, "gradient_checkpointing" + suffix) == value
     assert getattr(config, "activation_checkpointing" + suffix) == value
-    assert config.checkpointing_is_unset == bool(suffix)
     assert [str(warning.message) for warning in recwarn if "checkpointing" in str(warning.message)] == []
 
 
-def test_checkpointing_is_on_and_known_to_be_unset() -> None:
+def test_checkpointing_is_on_unless_set() -> None:
     config = GRPOConfig()
     assert config.gradient_checkpointing is True and config.activation_checkpointing is True
-    assert config.checkpointing_is_unset
-    assert not GRPOConfig(gradient_checkpointing=True).checkpointing_is_unset
     assert "one setting" in refused(gradient_checkpointing=False, activation_checkpointing=True)
 
 

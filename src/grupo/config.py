@@ -89,9 +89,9 @@ class GRPOConfig(TrainingArguments):
     router_aux_loss_coef: float | None = None
     """Refused: weight of the auxiliary loss of mixture-of-experts models."""
     disable_dropout: bool = False
-    """Sets the probability of every dropout module of policy and reference to 0 for good."""
+    """Dropout is off in rollouts and scoring in any case; True rules `scoring_dropout` out as well."""
     cast_lm_head_to_fp32: bool = False
-    """Computes the language model head in float32; needs untied embeddings (arXiv 2510.13786)."""
+    """Computes the projection of the language model head in float32 (arXiv 2510.13786)."""
 
     # The data.
 
@@ -339,11 +339,6 @@ class GRPOConfig(TrainingArguments):
     def resolved_data_seed(self) -> int:
         """Seed of the prompt order."""
         return self.seed if self.data_seed is None else self.data_seed
-
-    @property
-    def checkpointing_is_unset(self) -> bool:
-        """The user left gradient checkpointing open, so the memory plan may switch it off."""
-        return not {"gradient_checkpointing", "activation_checkpointing"} & self.explicit_fields
 
     # ---- steps of __post_init__ ----
 

@@ -55,7 +55,7 @@ _LIGER = _refused("Liger kernels are not part of this version; log-probs never n
 _SHARDED = _refused("FSDP is not part of this version; several processes run with DDP (accelerate launch)")
 _CONTINUOUS = _refused("transformers' continuous batching is not part of this version; the in-process engine samples")
 _FULL_EVAL = _no_effect("evaluation samples with the weights and the precision of training")
-_CHECKPOINTING = "one setting with its twin; unset: on, unless the memory plan shows that it is not needed"
+_CHECKPOINTING = "one setting under two names; on unless it is set"
 
 GRUPO_ROWS: dict[str, FieldRow] = {
     "max_prompt_length": _honoured("longest prompt in tokens; None: every prompt must fit beside a completion"),
@@ -74,8 +74,8 @@ TRL_ROWS: dict[str, FieldRow] = {
     "model_init_kwargs": _honoured("for from_pretrained, where the model is given by its id"),
     "trust_remote_code": _honoured("for the policy and its tokenizer"),
     "router_aux_loss_coef": _refused("the auxiliary loss of mixture-of-experts models is not part of this version"),
-    "disable_dropout": _honoured("sets every dropout module to 0 for good"),
-    "cast_lm_head_to_fp32": _honoured("head in float32; only with untied embeddings"),
+    "disable_dropout": _honoured("dropout is off in any case; True rules scoring_dropout out"),
+    "cast_lm_head_to_fp32": _honoured("the head's projection in float32"),
     "num_generations": _honoured("completions per prompt, G; at least 2"),
     "num_generations_eval": _honoured("G in evaluation; None: num_generations; 1 is allowed"),
     "max_completion_length": _honoured("most tokens of a completion; the constant of dr_grpo"),

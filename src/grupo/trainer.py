@@ -127,8 +127,10 @@ class GRPOTrainer(Trainer):
             raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
         self.config = args
         if tokenizer is not None:
+            if processing_class is not None:
+                raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
             logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
-            processing_class = processing_class or tokenizer
+            processing_class = tokenizer
         self.rewards = reward_runner(reward_funcs, args)
         # What can be refused without the model is refused before it is loaded.
         num_prompts = None if train_dataset is None else dataset_length(train_dataset)
