@@ -10,7 +10,7 @@ import yaml
 
 from grupo.cli import _parser
 from grupo.config import GRPOConfig
-from grupo.recipe import Recipe, load_recipe
+from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, load_recipe
 from grupo.train_command import recipe_rewards
 from tiny import tiny_model, tiny_tokenizer
 
@@ -23,7 +23,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def test_the_python_example_runs(tmp_path, monkeypatch):
-    (code,) = blocks(ROOT / "README.md", "python")
+    code, after = blocks(ROOT / "README.md", "python")
     model_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert model_id in code and "max_steps=20" in code
     tiny_model().save_pretrained(tmp_path / "model")
@@ -34,6 +34,8 @@ def test_the_python_example_runs(tmp_path, monkeypatch):
     trainer = names["trainer"]
     assert trainer.state.global_step == 2
     assert (tmp_path / "sums" / "metrics.jsonl").is_file()
+    exec(after, names)
+    assert type(names["merged"]).__name__ == "LlamaForCausalLM"
 
 
 def test_the_recipe_example_is_a_recipe(tmp_path):
@@ -46,6 +48,22 @@ def test_the_recipe_example_is_a_recipe(tmp_path):
     training = load_recipe(str(path)).training
     config = GRPOConfig(output_dir=str(tmp_path), **training)
     assert config.learning_rate == 1e-4
+
+
+def test_recipe_page_names_every_key_and_its_example_loads(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "recipe.md"
+    (text,), (code,) = blocks(page, "yaml"), blocks(page, "python")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(code, encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    rewards, _ = recipe_rewards(load_recipe("recipe.yaml"))
+    apology, answer = [{"role": "assistant", "content": "Sorry, no."}], [{"role": "assistant", "content": "4"}]
+    assert rewards[-1]([apology, answer]) == [0.0, 1.0]
+    parts = {"dataset": DatasetSpec, "lora": LoraSpec, "eval": EvalSpec}
+    keys = [*(key for key in Recipe.model_fields if key not in parts)]
+    keys += [f"{part}.{field}" for part, spec in parts.items() for field in spec.model_fields]
+    table = page.read_text(encoding="utf-8")
+    assert [key for key in keys if f"`{key}`" not in table] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

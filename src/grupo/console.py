@@ -58,7 +58,7 @@ class ProgressLines(TrainerCallback):
         if done >= 2:
             left = (state.max_steps - state.global_step) * (time.perf_counter() - self._started) / done
             eta = f"about {minutes(left)} left"
-            if not self._told_eta:
+            if not self._told_eta and left > 0:
                 self._told_eta = True
                 say(self.console, f"after 2 steps: {eta}")
         self.bar.update(self._task, completed=state.global_step, eta=eta)

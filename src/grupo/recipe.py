@@ -188,11 +188,23 @@ def _explain(error: ValidationError) -> str:
         place = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             known = _fields_at(problem["loc"][:-1])
-            lines.append(f"`{place}` is no setting of a recipe.{nearest(str(problem['loc'][-1]), known)}")
+            lines.append(f"`{place}` is no setting of a recipe.{_hint(problem['loc'], known)}")
         else:
             message = problem["msg"].removeprefix("Value error, ")
             lines.append(f"`{place}`: {message}." if place else f"{message}.")
     return "The recipe cannot be used. " + " ".join(lines)
+
+
+def _hint(location: tuple[int | str, ...], known: Mapping[str, Any]) -> str:
+    """What the setting was meant to be, or where it belongs."""
+    similar = nearest(str(location[-1]), known)
+    if similar:
+        return similar
+    if location[0] == "rewards":
+        return " Arguments of a reward go under `arguments`, as in {name: token_length, arguments: {target: 50}}."
+    if len(location) == 1:
+        return f" Fields of GRPOConfig go under `training`: training.{location[0]}. Other keys are {', '.join(known)}."
+    return f" `{location[0]}` has {', '.join(known)}."
 
 
 def _fields_at(location: tuple[int | str, ...]) -> Mapping[str, Any]:

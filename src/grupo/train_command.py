@@ -92,6 +92,7 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
         stopped = reason
         say(console, "\nThe run stops here: saving the model as it is now.")
     clock.measure("saving", lambda: trainer.save_model(str(folder)))
+    _warn_without_signal(console, trainer)
     interrupted = isinstance(stopped, KeyboardInterrupt)
     # A weighted reward whose answers all score 0 at the start looks like an accuracy until the second evaluation.
     is_accuracy = all(result.is_accuracy for result in (before, after) if result is not None)
@@ -105,7 +106,7 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
 
 
 def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
-    """The recipe with a fresh run folder, unless it names one.
+    """The recipe with a fresh run folder, unless it names one; every step is shown unless it says otherwise.
 
     Raises:
         ConfigError: there is nothing to resume.
@@ -125,7 +126,7 @@ def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
     if folder is None:
         name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
         folder = str(fresh_folder(Path("runs"), name))
-    return recipe.model_copy(update={"training": {**recipe.training, "output_dir": folder}})
+    return recipe.model_copy(update={"training": {"logging_steps": 1, **recipe.training, "output_dir": folder}})
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -209,8 +210,9 @@ def _run_training(trainer: GRPOTrainer, console: Console, resume: bool) -> None:
 def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_rows: Rows) -> None:
     share = trainer.trainable_parameters / trainer.total_parameters
     source = recipe.task or recipe.dataset.path  # type: ignore[union-attr]
-    say(console, f"[bold]model[/]    {escape(recipe.model)}, {trainer.total_parameters / 1e6:.1f} M parameters, "
-                 f"{trainer.trainable_parameters / 1e6:.2f} M trainable ({share:.2%})")  # fmt: skip
+    name = "SmolLM2-135M-Instruct (the default)" if recipe.model == "default" else recipe.model
+    say(console, f"[bold]model[/]    {escape(name)}, {trainer.total_parameters / 1e6:.1f} M parameters, "
+                 f"{trainer.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})")  # fmt: skip
     say(console, f"[bold]task[/]     {escape(source)}: {len(trainer.train_rows)} training prompts, "
                  f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
     for line in trainer.plan.describe():
@@ -258,6 +260,13 @@ def _report(console: Console, before: HeldOutResult, after: HeldOutResult, *, is
     say(console, f"{' ' * len(what)}  after  {_shown(after, is_accuracy)}")
     unit = (lambda value: f"{value * 100:+.1f} points") if is_accuracy else (lambda value: f"{value:+.2f}")
     say(console, f"change    {unit(change.mean)}, 95 % interval {unit(change.low)} to {unit(change.high)}, by prompt")
+
+
+def _warn_without_signal(console: Console, trainer: GRPOTrainer) -> None:
+    shares = [entry["live_group_share"] for entry in trainer.state.log_history if "live_group_share" in entry]
+    if shares and not any(shares):
+        say(console, "[bold]nothing was learned[/]: in no step did the answers to a prompt get different rewards. See "
+                     "docs/troubleshooting.md, and read single answers in completions.jsonl.")  # fmt: skip
 
 
 def _examples(before: HeldOutResult, after: HeldOutResult, count: int = 3) -> Table:

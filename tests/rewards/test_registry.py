@@ -39,3 +39,18 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 def test_wrong_arguments_name_the_right_ones(name: str, arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_reward(name, **arguments)
+
+
+def test_own_functions_by_file_and_by_module(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def good(completions, bonus=1.0, **_):\n    return [bonus] * len(completions)\n")
+    assert make_reward("mine.py:good")(["a", "b"]) == [1.0, 1.0]
+    assert make_reward("mine.py:good", bonus=2.0)(["a"]) == [2.0]
+    assert make_reward("math:sqrt")(4.0) == 2.0
+    for name, said in (
+        ("absent.py:good", "no file"),
+        ("mine.py:god", "Did you mean 'good'"),
+        ("no_such_module_here:good", "cannot be imported"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_reward(name)

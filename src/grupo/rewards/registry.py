@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from grupo.errors import ConfigError
 from grupo.names import nearest
@@ -35,12 +39,20 @@ REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
 def make_reward(name: str, **arguments: Any) -> Callable[..., Any]:
     """The reward function of this name, made with `arguments`.
 
+    Args:
+        name: of a built-in reward, or `file.py:function` or `package.module:function` for one's own. An own function
+            gets its `arguments` with every call.
+
     Raises:
         ConfigError: an unknown name or argument, a missing argument, or a value that the factory refuses.
     """
+    if ":" in name:
+        function = _own_function(name)
+        return functools.partial(function, **arguments) if arguments else function
     if name not in REWARDS:
         raise ConfigError(
-            f"There is no reward named '{name}'.{nearest(name, REWARDS)} Known rewards: {', '.join(REWARDS)}."
+            f"There is no reward named '{name}'.{nearest(name, REWARDS)} Known rewards: {', '.join(REWARDS)}. "
+            "An own function is named `file.py:function`."
         )
     factory = REWARDS[name]
     signature = inspect.signature(factory)
@@ -52,3 +64,29 @@ def make_reward(name: str, **arguments: Any) -> Callable[..., Any]:
             f"It takes ({', '.join(str(parameter).split(':')[0] for parameter in signature.parameters.values())})."
         ) from None
     return factory(**arguments)
+
+
+def _own_function(name: str) -> Callable[..., Any]:
+    """The function of a file, relative to the working directory, or of an importable module."""
+    source, _, attribute = name.rpartition(":")
+    if source.endswith(".py"):
+        path = Path(source)
+        if not path.is_file():
+            raise ConfigError(f"Reward '{name}': there is no file {path.resolve()}.")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(source)
+        except ImportError as error:
+            raise ConfigError(f"Reward '{name}': the module '{source}' cannot be imported ({error}).") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"Reward '{name}': '{source}' has no function '{attribute}'.{nearest(attribute, public)} Its functions are "
+            f"{', '.join(public) or 'none'}."
+        )
+    return cast("Callable[..., Any]", function)

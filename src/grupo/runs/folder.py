@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grupo import __version__
 from grupo.records import Group
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def group_record(group: Group, reward_names: Sequence[str]) -> dict[str, Any]:
 def manifest(*, seed: int, model: nn.Module, model_name: str, plan: Sequence[str], **more: Any) -> dict[str, Any]:
     """What is needed to know later how a run came about."""
     return {
-        "grupo": installed_version("grupo"),
+        "grupo": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in PACKAGES},
@@ -113,8 +114,12 @@ def manifest(*, seed: int, model: nn.Module, model_name: str, plan: Sequence[str
 
 
 def model_hash(model: nn.Module) -> str | None:
-    """BLAKE2 of names, shapes, dtypes and bytes of all parameters; None for models too large to read through."""
-    parameters = list(model.named_parameters())
+    """BLAKE2 of names, shapes, dtypes and bytes of the parameters; None for models too large to read through.
+
+    Of a model with an adapter it is that of the frozen parameters, so of the base model.
+    """
+    has_adapter = hasattr(model, "peft_config")
+    parameters = [(name, p) for name, p in model.named_parameters() if not (has_adapter and p.requires_grad)]
     if sum(parameter.numel() * parameter.element_size() for _, parameter in parameters) > HASHED_BYTES_LIMIT:
         return None
     import torch
