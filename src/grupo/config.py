@@ -236,8 +236,9 @@ class GRPOConfig(TrainingArguments):
     """Rewards of several functions: "sum_then_normalize", or "normalize_then_sum"."""
     max_failed_reward_share: float = 0.2
     """Share of a rollout, in [0, 1], that may lack a reward because a function failed; above it the run stops."""
-    reward_timeout: float = 60.0
-    """Seconds until a reward function that has not returned counts as failed."""
+    reward_timeout: float | None = 60.0
+    """Seconds until a reward function that has not returned counts as failed; None: no limit, and synchronous ones run
+    in the calling thread."""
 
     # Reference policy and entropy.
 

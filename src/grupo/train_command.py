@@ -7,7 +7,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,9 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
     """
     clock = Clock()
     recipe = with_run_folder(recipe, resume=resume)
-    config = GRPOConfig(**recipe.training)
-    rows, held_out_rows = recipe_rows(recipe, config.seed)
     rewards, weights = recipe_rewards(recipe)
-    if config.reward_weights is None and any(weight != 1.0 for weight in weights):
-        config.reward_weights = weights
+    config = GRPOConfig(**_with_weights(recipe.training, weights))
+    rows, held_out_rows = recipe_rows(recipe, config.seed)
     trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards))
     folder = trainer.run_folder.path
     held_out = _held_out(recipe, trainer, held_out_rows)
@@ -81,11 +79,15 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
     before = after = None
     stopped: KeyboardInterrupt | GrupoError | None = None
     try:
-        (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+        if not resume:
+            _write_recipe(recipe, folder)
         if held_out is not None:
             before = clock.measure("eval_before", lambda: held_out("before"))
             say(console, f"held-out before training: {_shown(before, before.is_accuracy)}")
         clock.measure("training", lambda: _run_training(trainer, console, resume))
+        if resume:
+            # Not before: settings that the checkpoint refuses must not replace those it was made with.
+            _write_recipe(recipe, folder)
         if held_out is not None:
             after = clock.measure("eval_after", lambda: held_out("after"))
     except (KeyboardInterrupt, GrupoError) as reason:
@@ -127,6 +129,21 @@ def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
         name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
         folder = str(fresh_folder(Path("runs"), name))
     return recipe.model_copy(update={"training": {"logging_steps": 1, **recipe.training, "output_dir": folder}})
+
+
+def _write_recipe(recipe: Recipe, folder: Path) -> None:
+    (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+
+
+def _with_weights(training: Mapping[str, Any], weights: list[float]) -> dict[str, Any]:
+    """The fields of GRPOConfig with the weights of the recipe's rewards, which are stated in one place only."""
+    if all(weight == 1.0 for weight in weights):
+        return dict(training)
+    if training.get("reward_weights") is not None:
+        raise ConfigError(
+            "The recipe gives weights twice: `weight` under `rewards`, and training.reward_weights. Take one out."
+        )
+    return {**training, "reward_weights": weights}
 
 
 def _remove_if_empty(folder: Path) -> None:

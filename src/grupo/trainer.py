@@ -7,6 +7,7 @@ window is used up, then leave the step's gradients. There is no loss, mask or re
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,19 +26,28 @@ from grupo.data.prompts import (
     PromptTokenizer,
     TokenizedRow,
     apply_length_policy,
+    check_for_images,
+    check_token_ids,
     column_names,
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
-from grupo.models.load import check_trainable, context_length, name_of, stop_token_ids
+from grupo.models.load import check_trainable, context_length, name_of, stop_token_ids, vocabulary_size
 from grupo.models.reference import ReferencePolicy
 from grupo.records import Sample
 from grupo.rollout.collect import RolloutCollector, RolloutResult
 from grupo.rollout.deal import deal
 from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
-from grupo.runs.checkpoint import Window, load_state, save_state
+from grupo.runs.checkpoint import (
+    Window,
+    check_fingerprint,
+    last_complete_checkpoint,
+    load_state,
+    save_state,
+    unfinished,
+)
 from grupo.runs.completion_table import CompletionTable
 from grupo.runs.folder import RunFolder, manifest
 from grupo.runs.guards import GradientGuard, SamplerCheck
@@ -49,6 +59,7 @@ from grupo.trainer_parts import (
     RewardFunctions,
     advantage_settings,
     check_best_metric,
+    check_optimizer,
     dataset_length,
     entropy_controller,
     even_share,
@@ -142,6 +153,7 @@ class GRPOTrainer(Trainer):
         model = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
         self.trainable_parameters, self.total_parameters = check_trainable(model)
         self.context_length = context_length(model)
+        self.vocabulary_size = vocabulary_size(model)
         self.tokenizer = tokenizer_of(model, args, processing_class)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
         self.stop_token_ids = stop_token_ids(self.tokenizer, model)
@@ -165,6 +177,7 @@ class GRPOTrainer(Trainer):
             callbacks=[*(callbacks or []), LastStepIsLogged()],
             optimizers=optimizers,
         )
+        check_optimizer(optimizers[0], self.model)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one "
@@ -256,7 +269,8 @@ class GRPOTrainer(Trainer):
                 group_size=self.plan.num_generations,
                 sampling=self.config.sampling_spec(),
                 settings=advantage_settings(self.config),
-                trainer_state=self.state,
+                # A copy: a reward function must not be able to move the run.
+                trainer_state=copy.copy(self.state),
             )
             self._record_rollout(result)
             samples.update({number + first: sample for number, sample in result.samples.items()})
@@ -306,8 +320,10 @@ class GRPOTrainer(Trainer):
 
     def tokenized_rows(self, dataset: Any, what: str) -> list[TokenizedRow]:
         """The rows of a dataset as prompts that fit; `what` they are for, in what is said of those that do not."""
+        rows = tokenize_rows(dataset, self.prompt_tokenizer)
+        check_token_ids(rows, self.vocabulary_size)
         return apply_length_policy(
-            tokenize_rows(dataset, self.prompt_tokenizer),
+            rows,
             max_prompt_length=self.config.max_prompt_length,
             overlong_prompts=self.config.overlong_prompts,
             max_completion_length=self.config.sampling_spec().max_new_tokens,
@@ -319,6 +335,7 @@ class GRPOTrainer(Trainer):
         """Reward functions find their columns, in every dataset, before anything is loaded."""
         for dataset in [train_dataset, *named_datasets(eval_dataset).values()]:
             if dataset is not None and dataset_length(dataset):
+                check_for_images(column_names(dataset))
                 self.rewards.check_columns(column_names(dataset))
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -376,7 +393,7 @@ class GRPOTrainer(Trainer):
             group_size=group_size,
             sampling=self.config.sampling_spec(),
             settings=advantage_settings(self.config),
-            trainer_state=self.state,
+            trainer_state=copy.copy(self.state),
             purpose="eval",
             rows_at_once=self.eval_rows_at_once(),
         )
@@ -410,9 +427,14 @@ class GRPOTrainer(Trainer):
 
     # ---- logging -----------------------------------------------------------------------------------------------------
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `transformers.Trainer.train`; opens the run folder first."""
-        self.open_run_folder(resumed=bool(kwargs.get("resume_from_checkpoint") or (args and args[0])))
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.train`; opens the run folder first.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or True for the newest one in `output_dir` that is complete.
+        """
+        checkpoint = self._checkpoint(resume_from_checkpoint)
+        self.open_run_folder(resumed=checkpoint is not None)
         if not self.told_plan:
             self.told_plan = True
             # Without any logging set-up only warnings are seen, and what was raised or is dropped must be.
@@ -424,9 +446,23 @@ class GRPOTrainer(Trainer):
         self._start_guards()
         self._metrics.clear()
         try:
-            return super().train(*args, **kwargs)
+            return super().train(checkpoint, *args, **kwargs)
         finally:
             self.run_folder.is_open = False
+
+    def _checkpoint(self, wanted: str | bool | None) -> str | None:
+        """The folder to resume from; None for a fresh run."""
+        if not wanted:
+            return None
+        if wanted is True:
+            return str(last_complete_checkpoint(Path(self.args.output_dir)))
+        missing = unfinished(Path(wanted))
+        if missing:
+            raise ConfigError(
+                f"The checkpoint {wanted} cannot be resumed from: {', '.join(missing)} missing or empty. It is no "
+                "checkpoint, was not written to its end, or was made with save_only_model=True."
+            )
+        return str(wanted)
 
     def open_run_folder(self, *, resumed: bool = False) -> None:
         """Moves an earlier run aside and writes the manifest. `train` calls it, unless it was called before."""
@@ -503,6 +539,7 @@ class GRPOTrainer(Trainer):
             rank=self.args.process_index,
             world_size=self.args.world_size,
             window=self._window,
+            fingerprint=self._fingerprint(),
             entropy_controller=None if self.entropy_controller is None else self.entropy_controller.state_dict(),
             reference=self.reference.state_dict() if self.reference and self.config.sync_ref_model else None,
         )
@@ -516,11 +553,27 @@ class GRPOTrainer(Trainer):
         state = load_state(Path(checkpoint), rank=self.args.process_index, world_size=self.args.world_size)
         if state is None:
             return
+        check_fingerprint(Path(checkpoint), state.get("fingerprint", {}), self._fingerprint())
         self._window = state["window"]
         if self.entropy_controller is not None and state["entropy_controller"] is not None:
             self.entropy_controller.load_state_dict(state["entropy_controller"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load_state_dict(state["reference"])
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to be the run that was interrupted."""
+        return {
+            "per_device_train_batch_size": self.plan.micro_batch_size,
+            "gradient_accumulation_steps": self.plan.gradient_accumulation_steps,
+            "steps_per_generation": self.plan.steps_per_generation,
+            "num_iterations": self.plan.num_iterations,
+            "num_generations": self.plan.num_generations,
+            "prompts": len(self.train_rows),
+            "seed": self.config.seed,
+            "data_seed": self.config.resolved_data_seed,
+            "temperature": self.config.training_temperature,
+            "beta": self.config.beta,
+        }
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -537,7 +590,8 @@ class GRPOTrainer(Trainer):
             objective=objective(self.config),
             ranks=self.accelerator,
             rows_per_batch=self.plan.micro_batch_size,
-            pad_token_id=0 if pad is None else pad,
+            # Padding is never read; an id without an embedding would be looked up all the same.
+            pad_token_id=0 if pad is None or pad >= (self.vocabulary_size or pad + 1) else pad,
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
             all_gather=self._all_gather,
             autocast=self.accelerator.autocast,

@@ -78,6 +78,25 @@ def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTr
     return processing_class
 
 
+def check_optimizer(optimizer: Any, model: Any) -> None:
+    """An optimizer that was made for other parameters would move none of those that have gradients.
+
+    Raises:
+        ConfigError: it lacks trainable parameters of the model.
+    """
+    if optimizer is None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    missing = sum(id(parameter) not in held for parameter in trainable)
+    if missing:
+        raise ConfigError(
+            f"The optimizer in `optimizers` lacks {missing} of the model's {len(trainable)} trainable parameters, "
+            "which would never move. Make it from the model that is trained, after its adapter was added; freeze what "
+            "is not to be trained with requires_grad_(False)."
+        )
+
+
 def mapping(value: Any) -> Mapping[str, Any] | None:
     """The configuration has parsed what a command line gave as text."""
     assert value is None or isinstance(value, Mapping)
@@ -99,6 +118,8 @@ def reward_runner(reward_funcs: RewardFunctions | None, config: GRPOConfig) -> R
             f"reward_weights has {len(config.reward_weights)} numbers for {len(rewards.names)} reward functions "
             f"({', '.join(rewards.names)}). Give one weight per function, in the same order."
         )
+    if config.reward_weights is not None and not any(config.reward_weights):
+        raise ConfigError(f"reward_weights={config.reward_weights}: with weights of 0 alone nothing is rewarded.")
     return rewards
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from grupo.errors import DataError
+from grupo.errors import DataError, UnsupportedError
 from grupo.records import Prompt
 
 logger = logging.getLogger("grupo")
@@ -144,7 +144,54 @@ def _checked_content(index: int, content: Any) -> str | list[dict[str, Any]]:
         missing = {"role", "content"} - set(message)
         if missing:
             raise DataError(f"A message of row {index} has no {' and no '.join(sorted(missing))}: {dict(message)!r}.")
+        _check_message_content(index, message)
     return [dict(message) for message in content]
+
+
+def _check_message_content(index: int, message: Mapping[str, Any]) -> None:
+    """Chat templates of text models would render anything but text as it prints in Python, or as nothing."""
+    content = message["content"]
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return
+    parts = content if isinstance(content, Sequence) else []
+    if any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in parts):
+        raise UnsupportedError(f"A message of row {index} has an image. This version of grupo does not support images.")
+    raise DataError(
+        f"The content of a message of row {index} is {type(content).__name__}, not text: {content!r}. Give it as one "
+        "text; join the texts of content parts."
+    )
+
+
+def check_for_images(columns: Iterable[str]) -> None:
+    """A column of images would be left out of what the model reads.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    found = sorted({"image", "images"}.intersection(columns))
+    if found:
+        raise UnsupportedError(
+            f"The dataset has the column '{found[0]}'. Images are not supported by this version of grupo; remove the "
+            "column to train on the text alone."
+        )
+
+
+def check_token_ids(rows: Sequence[TokenizedRow], vocabulary_size: int | None) -> None:
+    """The model must have an embedding for every token of the prompts.
+
+    Raises:
+        DataError: it lacks some, usually because tokens were added to the tokenizer alone.
+    """
+    if vocabulary_size is None:
+        return
+    for row in rows:
+        largest = max(row.token_ids)
+        if largest >= vocabulary_size:
+            raise DataError(
+                f"The prompt of row {row.row} has the token id {largest}, and the model has embeddings for "
+                f"{vocabulary_size} tokens. After adding tokens to the tokenizer call "
+                "model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that belongs to the model."
+            )
 
 
 def apply_length_policy(
@@ -172,10 +219,19 @@ def apply_length_policy(
             raise DataError(
                 f"{count} of {len(rows)} {what} prompts do not fit: the longest has {longest} tokens, and with "
                 f"max_completion_length={max_completion_length} that exceeds the model's context of {context_length}. "
-                f"Set max_prompt_length={max(context_length - max_completion_length, 0)} to filter them, or "
-                f"max_completion_length={max(context_length - longest, 0)} to make room."
+                f"{_room(context_length - max_completion_length, context_length - longest)}"
             )
     return list(rows)
+
+
+def _room(prompt_tokens: int, completion_tokens: int) -> str:
+    """What would fit: the longest prompts beside the completions, and the longest completions beside the prompts."""
+    ways = []
+    if prompt_tokens > 0:
+        ways.append(f"max_prompt_length={prompt_tokens} to filter them")
+    if completion_tokens > 0:
+        ways.append(f"max_completion_length={completion_tokens} to make room")
+    return f"Set {', or '.join(ways)}." if ways else "Set both max_prompt_length and max_completion_length lower."
 
 
 def _filter_overlong(rows: Sequence[TokenizedRow], limit: int, what: str) -> list[TokenizedRow]:

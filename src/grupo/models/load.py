@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from grupo.errors import ConfigError
+from grupo.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger("grupo")
 
@@ -97,25 +96,41 @@ def add_adapter(model: Any, peft_config: Any) -> Any:
 
     Raises:
         ConfigError: the model has an adapter already.
+        UnsupportedError: the adapter puts virtual tokens before the prompt.
     """
-    from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+    from peft import get_peft_model, prepare_model_for_kbit_training
 
-    if isinstance(model, PeftModel):
+    # Both a PeftModel and a plain model into which transformers has loaded an adapter folder.
+    if getattr(model, "peft_config", None):
         raise ConfigError(
-            "The model has an adapter already, and peft_config asks for another. Leave peft_config out to train the "
-            "adapter that is there, or pass the base model: model.merge_and_unload() keeps what it learned."
+            "The model has an adapter already, and peft_config (`lora` in a recipe) asks for another. To train on with "
+            "the adapter, load it by PeftModel.from_pretrained(base, folder, is_trainable=True) and leave peft_config "
+            "out; to put a fresh one on top, pass the merged model: merge_and_unload() keeps what was learned."
         )
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise UnsupportedError(_PROMPT_LEARNING)
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return get_peft_model(model, peft_config)
 
 
-def check_trainable(model: nn.Module) -> tuple[int, int]:
+_PROMPT_LEARNING = (
+    "Prompt and prefix tuning put virtual tokens before the prompt, which this version of grupo would score at the "
+    "wrong positions. Use LoRA or another adapter inside the layers."
+)
+
+
+def check_trainable(model: Any) -> tuple[int, int]:
     """(trainable, all) parameter counts.
 
     Raises:
         ConfigError: nothing would be trained (TRL issue #6700).
+        UnsupportedError: the model has virtual tokens.
     """
+    if any(
+        getattr(config, "is_prompt_learning", False) for config in (getattr(model, "peft_config", None) or {}).values()
+    ):
+        raise UnsupportedError(_PROMPT_LEARNING)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     if not trainable:
@@ -148,3 +163,9 @@ def context_length(model: Any) -> int | None:
     config = base_model(model).config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "max_position_embeddings", None)
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """Number of tokens that the model has embeddings for, where it says so."""
+    embeddings = base_model(model).get_input_embeddings()
+    return getattr(embeddings, "num_embeddings", None)

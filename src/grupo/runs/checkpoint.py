@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from grupo.errors import ConfigError
 from grupo.records import Sample
+
+logger = logging.getLogger("grupo")
 
 Window = tuple[int, list[list[Sample]]]
 
@@ -45,6 +48,50 @@ def load_state(folder: Path, *, rank: int, world_size: int) -> dict[str, Any] | 
         index, steps = state["window"]
         state["window"] = (index, [_samples(step) for step in steps])
     return state
+
+
+def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """A resumed run goes on with the same prompts, groups and distribution.
+
+    Raises:
+        ConfigError: a setting that decides about them has changed.
+    """
+    changed = [
+        f"{name} was {saved[name]} and is {now[name]}" for name in now if name in saved and saved[name] != now[name]
+    ]
+    if changed:
+        raise ConfigError(
+            f"The checkpoint {folder} belongs to a run with other settings: {'; '.join(changed)}. Set them back to "
+            "resume it. To train on with new settings, start a new run from the saved model."
+        )
+
+
+def unfinished(folder: Path) -> list[str]:
+    """Files that a checkpoint needs to be resumed from, and that are missing or empty."""
+    needed = ["trainer_state.json", "optimizer.pt", "scheduler.pt"]
+    missing = [name for name in needed if not (folder / name).is_file() or not (folder / name).stat().st_size]
+    return missing if any(folder.glob("rng_state*.pth")) else [*missing, "rng_state.pth"]
+
+
+def last_complete_checkpoint(run: Path) -> Path:
+    """The newest checkpoint of a run that was written to its end.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    numbers = [int(path.name.rpartition("-")[2]) for path in run.glob("checkpoint-*") if path.name[11:].isdigit()]
+    for number in sorted(numbers, reverse=True):
+        folder = run / f"checkpoint-{number}"
+        missing = unfinished(folder)
+        if not missing:
+            return folder
+        logger.warning(
+            "%s was not written to its end (%s); an earlier checkpoint is looked for.", folder, ", ".join(missing)
+        )
+    raise ConfigError(
+        f"{run} has no checkpoint to resume from. Leave resume_from_checkpoint out to start again; checkpoints are "
+        "made with save_strategy='steps', and can be resumed from unless save_only_model=True."
+    )
 
 
 def _samples(records: Sequence[dict[str, Any]]) -> list[Sample]:

@@ -33,16 +33,19 @@ class CompletionTable:
         position = 0
         for group in groups:
             for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
-                self._rows.append(
-                    {
-                        "step": step,
-                        "prompt": _text(group.prompt.content),
-                        "completion": rollout.completion.text,
-                        **dict(zip(self.reward_names, rollout.scores, strict=True)),
-                        **{name: values[position] for name, values in extras.items()},
-                        "advantage": advantage,
-                    }
-                )
+                row: dict[str, Any] = {
+                    "step": step,
+                    "prompt": _text(group.prompt.content),
+                    "completion": rollout.completion.text,
+                    "advantage": advantage,
+                }
+                for name, score in zip(self.reward_names, rollout.scores, strict=True):
+                    row[name if name not in row else f"reward/{name}"] = score
+                for name, values in extras.items():
+                    row[name if name not in row else f"extra/{name}"] = values[position]
+                # Last, as in TRL's table.
+                row["advantage"] = row.pop("advantage")
+                self._rows.append(row)
                 position += 1
 
     def show(self, step: int) -> None:

@@ -1,0 +1,182 @@
+"""What must not pass in silence: incomplete checkpoints, changed settings, foreign optimizers, second adapters."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+from grupo import GRPOConfig, GRPOTrainer
+from grupo.errors import ConfigError, DataError, UnsupportedError
+from tiny import tiny_model, tiny_tokenizer
+
+ROWS = [{"prompt": f"say {index}"} for index in range(8)]
+LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear")
+
+
+def by_length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+def make(
+    folder: Path,
+    *,
+    model=None,
+    rows=ROWS,
+    rewards=by_length,
+    tokenizer=None,
+    peft_config=None,
+    optimizers=(None, None),
+    **config,
+):
+    settings = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4,
+        "max_completion_length": 6, "max_steps": 4, "save_steps": 1, "learning_rate": 1e-3, "report_to": [],
+        "disable_tqdm": True, "logging_steps": 1,
+    }  # fmt: skip
+    return GRPOTrainer(
+        model or tiny_model(),
+        rewards,
+        GRPOConfig(output_dir=str(folder), **{**settings, **config}),
+        rows,
+        processing_class=tokenizer or tiny_tokenizer(),
+        peft_config=peft_config,
+        optimizers=optimizers,
+    )
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_an_incomplete_checkpoint_is_passed_over(name, tmp_path, caplog):
+    make(tmp_path, max_steps=2).train()
+    (tmp_path / "checkpoint-2" / name).unlink()
+    with pytest.raises(ConfigError, match=name):
+        make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer = make(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-2 was not written to its end" in caplog.text
+    assert trainer.state.global_step == 4
+
+
+def test_weights_alone_are_no_checkpoint(tmp_path):
+    make(tmp_path, max_steps=1, save_only_model=True).train()
+    with pytest.raises(ConfigError, match="no checkpoint to resume from"):
+        make(tmp_path).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_generations": 2}, "num_generations was 4 and is 2"),
+        ({"temperature": 0.5}, "temperature was 1.0 and is 0.5"),
+        ({"beta": 0.1}, "beta was 0.0 and is 0.1"),
+        ({"seed": 7}, "seed was 42 and is 7"),
+        ({"steps_per_generation": 8}, "steps_per_generation was 4 and is 8"),
+    ],
+)
+def test_a_run_with_other_settings_is_not_resumed(changed, said, tmp_path):
+    make(tmp_path, max_steps=1, steps_per_generation=4).train()
+    with pytest.raises(ConfigError, match=said):
+        make(tmp_path, **{"steps_per_generation": 4, **changed}).train(resume_from_checkpoint=True)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match="would never move"):
+        make(tmp_path, model=model, peft_config=LORA, optimizers=(optimizer, None))
+    make(tmp_path, model=model, optimizers=(torch.optim.AdamW(tiny_model_parameters(model)), None))
+
+
+def tiny_model_parameters(model):
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model.parameters()
+
+
+def test_a_second_adapter_is_refused_however_the_first_came(tmp_path):
+    adapter, base = tmp_path / "adapter", tmp_path / "base"
+    tiny_model().save_pretrained(base)
+    from transformers import AutoModelForCausalLM
+
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), LORA).save_pretrained(adapter)
+    for model in (get_peft_model(tiny_model(), LORA), str(adapter)):
+        with pytest.raises(ConfigError, match="has an adapter already"):
+            make(tmp_path / "run", model=model, peft_config=LORA)
+
+
+def test_prompt_tuning_is_refused(tmp_path):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UnsupportedError, match="virtual tokens"):
+        make(tmp_path, peft_config=config)
+    with pytest.raises(UnsupportedError, match="virtual tokens"):
+        make(tmp_path, model=get_peft_model(tiny_model(), config))
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "said"),
+    [
+        ([{"prompt": "a", "image": "x"}], UnsupportedError, "column 'image'"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}],
+            UnsupportedError,
+            "image",
+        ),
+        ([{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}], DataError, "not text"),
+        ([{"prompt": [{"role": "user", "content": None}]}], DataError, "NoneType"),
+    ],
+)
+def test_what_is_no_text_is_refused(rows, error, said, tmp_path):
+    with pytest.raises(error, match=said):
+        make(tmp_path, rows=rows * 8)
+
+
+def test_tokens_without_an_embedding(tmp_path):
+    tokenizer = tiny_tokenizer(pad=None)
+    tokenizer.add_tokens([f"<new{index}>" for index in range(60)])
+    with pytest.raises(DataError, match="resize_token_embeddings"):
+        make(tmp_path, rows=[{"prompt": "a<new55>b"}] * 8, tokenizer=tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id >= 128
+    make(tmp_path, tokenizer=tokenizer, max_steps=1).train()
+
+
+def test_a_reward_cannot_move_the_run(tmp_path):
+    def meddling(completions, trainer_state, **_):
+        trainer_state.global_step = 7
+        trainer_state.max_steps = 1
+        return by_length(completions)
+
+    trainer = make(tmp_path, rewards=meddling)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_the_table_keeps_its_columns(tmp_path):
+    def completion(completions, log_extra, **_):
+        log_extra("prompt", ["mine"] * len(completions))
+        return by_length(completions)
+
+    make(tmp_path, rewards=completion, log_completions=True, max_steps=1, num_completions_to_print=1).train()
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    assert list(table.columns) == ["step", "prompt", "completion", "reward/completion", "extra/prompt", "advantage"]
+    assert table["prompt"].str.startswith("say").all() and set(table["extra/prompt"]) == {"mine"}
+
+
+def test_weights_of_zero_reward_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="nothing is rewarded"):
+        make(tmp_path, reward_weights=[0.0])
+
+
+def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path):
+    make(tmp_path, max_steps=2).train()
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")
+    for path in (tmp_path / "checkpoint-3").iterdir():
+        if not path.name.startswith("grupo_state"):
+            path.unlink()
+    trainer = make(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
