@@ -90,6 +90,8 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
             _write_recipe(recipe, folder)
         if held_out is not None:
             after = clock.measure("eval_after", lambda: held_out("after"))
+    except ConfigError:
+        raise  # a checkpoint that these settings do not fit: the model in the folder is the better one
     except (KeyboardInterrupt, GrupoError) as reason:
         stopped = reason
         say(console, "\nThe run stops here: saving the model as it is now.")
