@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from grupo.config import GRPOConfig
 from grupo.console import ProgressLines, say, step_bar
@@ -29,6 +28,7 @@ from grupo.evals.statistics import paired_difference
 from grupo.models.default_model import default_model_path
 from grupo.recipe import Recipe, RewardSpec, to_yaml
 from grupo.rewards.registry import make_reward
+from grupo.runs.checkpoint import last_complete_checkpoint
 from grupo.runs.folder import fresh_folder, group_record
 from grupo.sampling import SamplingSpec
 from grupo.trainer import GRPOTrainer
@@ -122,11 +122,13 @@ def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
                 "--resume needs the run to continue: name its own recipe, for example runs/times-tables/recipe.yaml, "
                 "or add --set training.output_dir=FOLDER."
             )
-        if not (Path(folder).is_dir() and get_last_checkpoint(folder)):
+        try:
+            last_complete_checkpoint(Path(folder))
+        except ConfigError as error:
             raise ConfigError(
                 f"--resume: {folder} has no checkpoint. Leave --resume out to start again; with "
                 "training.save_strategy=steps and training.save_steps=10 a run makes a checkpoint every 10 steps."
-            )
+            ) from error
     if folder is None:
         name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
         folder = str(fresh_folder(Path("runs"), name))
