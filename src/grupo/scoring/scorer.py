@@ -6,7 +6,6 @@ B completions, R rows of S tokens, T completion tokens, N scored positions, H hi
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -15,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from grupo.models.attention import LAYOUT_KEYWORD, hidden_windows, packed_attention, why_not_packed
 from grupo.models.load import base_model
 from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate
 from grupo.scoring.logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.scoring.shared_prompts import LAYOUT_KEYWORD, shared_prompt_attention
 
 logger = logging.getLogger("grupo")
 
@@ -80,7 +78,7 @@ class Scorer:
 
     def attention(self) -> AbstractContextManager[None]:
         """To be kept open from the first forward of packed rows to the end of the last backward."""
-        return shared_prompt_attention(self.base) if self.shares_prompts else contextlib.nullcontext()
+        return packed_attention(self.base) if self.shares_prompts else contextlib.nullcontext()
 
     def score(self, module: nn.Module, batch: MicroBatch, *, with_entropy: bool = False) -> Scores:
         """Scores `batch` with `module`, which may be the model or its distributed wrapper.
@@ -142,7 +140,7 @@ class Scorer:
 
         The comparison is of numbers, as a model may accept the layout and ignore it (linear attention does).
         """
-        reason = _why_not_shared(self.base) or self._sharing_differs(module, device)
+        reason = why_not_packed(self.base) or self._sharing_differs(module, device)
         if reason is None:
             return True
         logger.info("Prompts are computed once per completion, not once per group: %s.", reason)
@@ -157,19 +155,17 @@ class Scorer:
         with dropout_off(self.base):
             expected = self.score(module, collate(samples, pad_token_id=0, device=device)).logprobs
             try:
-                with shared_prompt_attention(self.base):
+                with packed_attention(self.base):
                     found = self.score(module, packed).logprobs
             # What a model's own code does with a keyword and positions that it does not know.
             except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
                 return f"this model does not take packed rows ({type(error).__name__}: {str(error).splitlines()[0]})"
         difference = float((found - expected).abs().max())
-        tolerance = SHARING_TOLERANCE.get(_dtype_of(self.base), 5e-2)
+        tolerance = SHARING_TOLERANCE.get(_dtype_of(self.base, device), 5e-2)
         if not difference <= tolerance:
             return f"with packed rows log-probs of this model are off by {difference:.1e} nats"
         assert packed.layout is not None
-        if _has_windows(self.base) and packed.layout.windows <= {None}:
-            return "the layers of this model do not tell their sliding windows to the attention function"
-        return None
+        return hidden_windows(self.base, packed.layout)
 
     def _check_head(self, module: nn.Module, device: torch.device) -> bool:
         """Whether hidden states times the head's weight are the model's logits; told once where they are not."""
@@ -227,34 +223,14 @@ def _names_dropout(name: str) -> bool:
     return "dropout" in name or name.endswith(("layerdrop", "pdrop", "_drop"))
 
 
-def _why_not_shared(base: Any) -> str | None:
-    """What can be told without running the model."""
-    if not isinstance(base, PreTrainedModel):
-        return "this model is not one of the transformers library"
-    if not any(kind is inspect.Parameter.VAR_KEYWORD for kind in _kinds(type(base).forward)):
-        return "the forward of this model takes no further keywords"
-    if "chunked_attention" in (getattr(base.config.get_text_config(), "layer_types", None) or ()):
-        return "this model attends in chunks"
-    return None
-
-
-def _kinds(function: Any) -> list[Any]:
-    return [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-
-
-def _has_windows(base: Any) -> bool:
-    config = base.config.get_text_config()
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return "sliding_attention" in types
-    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
-
-
 def _check_sample(prompt_ids: list[int], completion_ids: list[int]) -> Sample:
     return Sample(tuple(prompt_ids), tuple(completion_ids), 0.0, True, True, None)
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def _dtype_of(model: nn.Module, device: torch.device) -> torch.dtype:
+    """What `model` computes in."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
     return next(model.parameters()).dtype
 
 

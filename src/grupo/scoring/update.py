@@ -86,7 +86,7 @@ class PolicyUpdate:
     def __call__(self, model: nn.Module, samples: Sequence[Sample], *, entropy_coef: float = 0.0) -> UpdateResult:
         """Leaves the step's gradients in the parameters of `model`, the module that the training step was given."""
         started = time.perf_counter()
-        self.scorer.prepare(model, self.ranks.device)
+        self._prepare(model)
         with self.scorer.attention():
             result = self._step(model, samples, entropy_coef)
         return dataclasses.replace(result, seconds=time.perf_counter() - started)
@@ -136,7 +136,7 @@ class PolicyUpdate:
         if not with_old and reference is None:
             return list(samples)
         frozen = None
-        self.scorer.prepare(model, self.ranks.device)
+        self._prepare(model)
         # Also where dropout is asked for: that is for log-probs with gradient.
         with dropout_off(model), self.scorer.attention():
             old = self._logprob_rows(model, samples) if with_old else None
@@ -151,6 +151,11 @@ class PolicyUpdate:
             )
             for index, sample in enumerate(samples)
         ]
+
+    def _prepare(self, model: nn.Module) -> None:
+        # In the arithmetic of scoring, or its checks would take rounding for a difference.
+        with self.autocast():
+            self.scorer.prepare(model, self.ranks.device)
 
     @torch.no_grad()
     def _logprob_rows(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
