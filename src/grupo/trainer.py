@@ -188,7 +188,9 @@ class GRPOTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self._prepare_checkpointing()
         self.reference = ReferencePolicy(self.model) if args.beta != 0.0 else None
-        self.engine: Engine = engine or LocalEngine(self.model, decode=self._decode, stop_token_ids=self.stop_token_ids)
+        self.engine: Engine = engine or LocalEngine(
+            self.model, decode=self._decode, stop_token_ids=self.stop_token_ids, autocast=self.accelerator.autocast
+        )
         self.collector = RolloutCollector(
             engine=self.engine,
             rewards=self.rewards,
