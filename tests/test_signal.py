@@ -357,21 +357,24 @@ def test_a_saved_stream_goes_on_where_it_was() -> None:
             tokenized(*levels), prompts_per_window=2, seed=0, curriculum=curriculum(*levels, per_window=2)
         )
 
-    def use(one: AdaptiveStream, first: int) -> list[Any]:
+    def use(one: AdaptiveStream, windows: range, passes: bool = True) -> list[Any]:
         drawn: list[Any] = []
-        for index in range(first, first + 8):
+        for index in windows:
             prompts = [*one.window(index), *one.draw(index % 2)]
-            drawn += [*prompts, one.report([(prompt, (float(prompt.id % 2),)) for prompt in prompts])]
+            outcomes = [(prompt, (float(passes and prompt.id % 3 > 0),)) for prompt in prompts]
+            drawn += [*prompts, one.report(outcomes)]
         return drawn
 
-    whole, first = stream(), stream()
-    expected = use(whole, 0) + use(whole, 8)
-    assert expected[-1]["curriculum/level"] > 1
-    part = use(first, 0)
-    second = stream()
-    use(second, 3)  # its order is another one by now
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert part + use(second, 8) == expected
+    whole = use(stream(), range(12))
+    assert whole[-1]["curriculum/level"] == 3
+    for saved_at in range(1, 12):
+        first, second = stream(), stream()
+        part = use(first, range(saved_at))
+        # The second one has been elsewhere: as many windows, but no success.
+        use(second, range(saved_at), passes=False)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert second.state_dict() == first.state_dict()
+        assert part + use(second, range(saved_at, 12)) == whole
 
 
 LEVELS = [1] * 4 + [2] * 4
