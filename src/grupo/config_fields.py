@@ -67,6 +67,13 @@ GRUPO_ROWS: dict[str, FieldRow] = {
     "kl_on_dead_groups": _honoured("KL term on groups whose advantages are all zero; on as in TRL"),
     "logprob_gap_warn": _honoured("mean gap between sampling and scored log-probs, nats, that warns"),
     "logprob_gap_stop": _honoured("the same gap, nats, that stops the run when three rollouts in a row exceed it"),
+    "dynamic_sampling": _honoured("groups without a signal are replaced by groups of new prompts; see signal.md"),
+    "dynamic_sampling_max_rounds": _honoured("additional rounds per rollout at most; needs dynamic_sampling"),
+    "num_generations_trained": _honoured("completions per prompt that are trained on, those whose rewards vary most"),
+    "curriculum_column": _honoured("dataset column with a number per prompt, easy first; see signal.md"),
+    "curriculum_threshold": _honoured("success rate that unlocks the next level; needs curriculum_column"),
+    "curriculum_window": _honoured("prompts over which it is measured; needs curriculum_column"),
+    "curriculum_success_reward": _honoured("total reward of a success; needs curriculum_column"),
 }
 """Fields that neither TRL nor transformers has."""
 
