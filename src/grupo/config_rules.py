@@ -247,6 +247,7 @@ RANGES: dict[str, Range] = {
     "num_generations_eval": _COUNT,
     "max_completion_length": _COUNT,
     "max_prompt_length": _COUNT,
+    "micro_batch_tokens": _COUNT,
     "generation_batch_size": _COUNT,
     "steps_per_generation": _COUNT,
     "num_iterations": _COUNT,
