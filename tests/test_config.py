@@ -82,6 +82,7 @@ def test_own_fields() -> None:
     assert {name: field_default(FIELDS[name]) for name in GRUPO_ROWS} == {
         "max_prompt_length": None,
         "overlong_prompts": "filter",
+        "micro_batch_tokens": None,
         "max_failed_reward_share": 0.2,
         "reward_timeout": 60.0,
         "max_nonfinite_steps": 3,

@@ -234,7 +234,8 @@ class _Rows:
     def unpack(self, packed: Tensor) -> Tensor:
         """(1, h, sum of lengths, D) -> (G, h, C, D)."""
         rows = packed[0] if self.is_even else packed[0].index_select(1, self.source)
-        return rows.unflatten(1, (self.count, self.longest)).transpose(0, 1)
+        unpacked: Tensor = rows.unflatten(1, (self.count, self.longest)).transpose(0, 1)
+        return unpacked
 
     def pack(self, rows: Tensor) -> Tensor:
         """(G, h, C, D) -> (1, h, sum of lengths, D)."""

@@ -43,8 +43,8 @@ def decoding_copy(model: Any) -> nn.Module | None:
 def _folded(module: nn.Module) -> nn.Module | None:
     """What stands for a module in the copy; None: a copy of it."""
     if isinstance(module, LoraLinear) and _is_plain_lora(module):
-        layer = module.get_base_layer()
-        weight = layer.weight
+        layer: Any = module.get_base_layer()
+        weight: Tensor = layer.weight
         if not module.merged and not module.disable_adapters:
             deltas = [
                 module.get_delta_weight(adapter) for adapter in module.active_adapters if adapter in module.lora_A
@@ -101,7 +101,7 @@ def _fastest(weight: Tensor, bias: Tensor | None) -> nn.Module:
         return _PackedLinear(weight.detach(), bias)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    layer.bias = bias
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
     return layer
 
 

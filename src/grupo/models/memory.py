@@ -22,7 +22,7 @@ TRIM_EVERY_LAYERS = 10
 def free_bytes(device: torch.device) -> int | None:
     """Memory that could be allocated now; None where it cannot be told."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available) if device.type == "cpu" else None
 
 
@@ -53,7 +53,8 @@ def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
     inner *= getattr(config, "num_experts_per_tok", None) or 1
     layer = 4 * hidden + 3 * heads * size + 3 * key_value + 4 * inner
     numbers = layers * hidden + layer if checkpointing else layers * layer
-    return int(numbers) * next(base.parameters()).element_size()
+    element_size: int = next(base.parameters()).element_size()
+    return int(numbers) * element_size
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -64,8 +65,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def give_back_memory(device: torch.device) -> None:
     """Returns freed memory to the system, where the C library would keep it.
 
-    Tensors are aligned, and glibc before 2.38 cannot put a new aligned block where one of the same size was freed (glibc
-    bug 14581), so that a process holds nearly twice what it uses.
+    Tensors are aligned, and glibc before 2.38 cannot put a new aligned block where one of the same size was freed
+    (glibc bug 14581), so that a process holds nearly twice what it uses.
     """
     trim = _malloc_trim()
     if trim is not None and device.type == "cpu":

@@ -90,6 +90,9 @@ class _RowLayer(CacheLayerMixin):
     """One layer: (R, k, columns, D) keys and values."""
 
     is_sliding = False
+    # The base class allows None, before it is initialised.
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, key: Tensor, value: Tensor, slots: int) -> None:
         super().__init__()

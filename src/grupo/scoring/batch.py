@@ -121,7 +121,9 @@ def collate(
     prompt_lengths = torch.tensor([len(sample.prompt_ids) for sample in samples])
     completion_mask = _length_mask(completion_lengths)
     has_loss = torch.tensor([sample.has_loss for sample in samples])
-    tokens = _packed_row(samples, pad_token_id, multiple) if packed else _padded_rows(samples, pad_token_id, multiple)
+    tokens: dict[str, Any] = (
+        _packed_row(samples, pad_token_id, multiple) if packed else _padded_rows(samples, pad_token_id, multiple)
+    )
     batch = MicroBatch(
         **tokens,
         lengths=prompt_lengths + completion_lengths,
@@ -187,7 +189,9 @@ def _packed_row(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The same micro-batch on another device; every field, by iterating over them."""
     values: dict[str, Any] = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+    moved: dict[str, Any] = {
+        name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()
+    }
     return MicroBatch(**moved)
 
 

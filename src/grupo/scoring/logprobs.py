@@ -94,7 +94,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if entropy_from_mean:
                     mean_logit = torch.linalg.vecdot(hidden[rows].to(result_dtype), reduced.mean_weight) / temperature
                 entropy[rows] = reduced.log_normalizer - mean_logit
-            if one_pass:
+            if reduced.mean_weight is not None:
                 mean_weight[rows] = reduced.mean_weight
         # The entropy is often only looked at: without a gradient for it, backward leaves its terms out.
         ctx.set_materialize_grads(False)
