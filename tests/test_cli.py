@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grupo
 from grupo.cli import main
+from grupo.errors import RewardError
 from grupo.recipe import built_in_recipes, load_recipe
 from grupo.rewards.registry import REWARDS
 from tiny import BOS_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -89,6 +90,7 @@ def test_nothing_heavy_is_imported_before_a_run_needs_it() -> None:
 import sys
 import grupo
 from grupo.cli import main
+from grupo.errors import RewardError
 codes = []
 for arguments in (["--help"], ["train", "--help"], ["tasks"], ["rewards"], ["recipes"], ["train", "no-such-recipe"]):
     try:
@@ -310,6 +312,37 @@ def test_a_resumed_run_is_the_uninterrupted_one(model: Path, tmp_path: Path) -> 
     steps = [entry["step"] for entry in read_lines(tmp_path / "resumed" / "metrics.jsonl") if "loss" in entry]
     assert steps == [1, 2, 3, 4] and not (tmp_path / "resumed" / "earlier").exists()
     assert read_json(tmp_path / "resumed" / "summary.json")["completions"] == 32
+
+
+def test_a_refused_resume_keeps_the_trained_adapter(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (*LENGTH, "training.learning_rate=0.01", "training.save_strategy=steps", "training.save_steps=1")
+    assert train(model, tmp_path, *settings, "eval.enabled=false") == 0
+    kept = {
+        name: (tmp_path / name).read_bytes() for name in ("adapter_model.safetensors", "recipe.yaml", "summary.json")
+    }
+    assert train(model, tmp_path, *settings, "training.temperature=0.5", flags=("--resume",)) == 2
+    assert "temperature was 1.0 and is 0.5" in refused(capsys)
+    assert kept == {name: (tmp_path / name).read_bytes() for name in kept}
+
+
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, RewardError("no score")])
+def test_a_resume_that_ends_before_the_checkpoint_is_loaded_keeps_the_trained_adapter(
+    reason: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*LENGTH, "training.learning_rate=0.01", "training.save_strategy=steps", "training.save_steps=1")
+    assert train(model, tmp_path, *settings) == 0
+    kept = {
+        name: (tmp_path / name).read_bytes() for name in ("adapter_model.safetensors", "recipe.yaml", "summary.json")
+    }
+
+    def ends(*args: Any, **kwargs: Any) -> None:
+        raise reason
+
+    monkeypatch.setattr("grupo.train_command.evaluate_held_out", ends)
+    assert train(model, tmp_path, *settings, "training.max_steps=4", flags=("--resume",)) in (1, 130)
+    assert kept == {name: (tmp_path / name).read_bytes() for name in kept}
 
 
 # ---- a dataset of one's own ------------------------------------------------------------------------------------------

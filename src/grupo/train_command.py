@@ -93,6 +93,8 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
     except ConfigError:
         raise  # a checkpoint that these settings do not fit: the model in the folder is the better one
     except (KeyboardInterrupt, GrupoError) as reason:
+        if resume and not trainer.state.global_step:
+            raise  # the checkpoint was not loaded yet: again, the model in the folder is the better one
         stopped = reason
         say(console, "\nThe run stops here: saving the model as it is now.")
     clock.measure("saving", lambda: trainer.save_model(str(folder)))
