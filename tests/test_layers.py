@@ -25,7 +25,7 @@ LAYERS = [
     ["rollout", "scoring"],
     ["data", "models"],
     ["algo", "rewards"],
-    ["recipe", "config", "config_fields", "config_rules", "step_plan"],
+    ["recipe", "config", "config_fields", "config_rules", "optimizer_rules", "step_plan"],
     ["metrics", "sampling"],
     ["records", "names", "errors"],
 ]
@@ -33,8 +33,34 @@ LEVEL = {name: len(LAYERS) - level for level, names in enumerate(LAYERS) for nam
 
 # Parts that do not know each other although they stand side by side, or one above the other.
 STRANGERS = [
-    ("algo", {"rewards", "config", "config_fields", "config_rules", "step_plan", "recipe", "sampling", "metrics"}),
-    ("rewards", {"algo", "config", "config_fields", "config_rules", "step_plan", "recipe", "sampling", "metrics"}),
+    (
+        "algo",
+        {
+            "rewards",
+            "config",
+            "config_fields",
+            "config_rules",
+            "optimizer_rules",
+            "step_plan",
+            "recipe",
+            "sampling",
+            "metrics",
+        },
+    ),
+    (
+        "rewards",
+        {
+            "algo",
+            "config",
+            "config_fields",
+            "config_rules",
+            "optimizer_rules",
+            "step_plan",
+            "recipe",
+            "sampling",
+            "metrics",
+        },
+    ),
     ("rollout", {"scoring"}),
     ("scoring", {"rollout"}),
     ("evals", {"runs"}),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pandas as pd
@@ -180,3 +183,16 @@ def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path):
     trainer = make(tmp_path)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 4
+
+
+def test_target_modules_of_an_optimizer_that_the_model_lacks(tmp_path, monkeypatch):
+    """Optimizers that look for modules can be checked with the model alone; that is before the first evaluation."""
+
+    def looks_for_modules(config, model):
+        raise ValueError(f"No target modules found for {config.optim} ({config.optim_target_modules}).")
+
+    monkeypatch.setitem(sys.modules, "galore_torch", types.ModuleType("galore_torch"))
+    sys.modules["galore_torch"].__spec__ = importlib.machinery.ModuleSpec("galore_torch", None)
+    monkeypatch.setattr("grupo.optimizer_rules.Trainer.get_optimizer_cls_and_kwargs", looks_for_modules)
+    with pytest.raises(ConfigError, match="cannot be made: No target modules found"):
+        make(tmp_path, optim="galore_adamw", optim_target_modules=["nowhere"])

@@ -177,7 +177,7 @@ class GRPOTrainer(Trainer):
             callbacks=[*(callbacks or []), LastStepIsLogged()],
             optimizers=optimizers,
         )
-        check_optimizer(optimizers[0], self.model)
+        check_optimizer(optimizers[0], self.model, args)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one "

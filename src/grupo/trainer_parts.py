@@ -13,6 +13,7 @@ from grupo.algo.losses import Objective
 from grupo.config import GRPOConfig
 from grupo.errors import ConfigError, DataError, UnsupportedError
 from grupo.models.load import add_adapter, load_policy, load_tokenizer
+from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.runner import RewardRunner
 from grupo.rollout.collect import AdvantageSettings
 
@@ -78,13 +79,14 @@ def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTr
     return processing_class
 
 
-def check_optimizer(optimizer: Any, model: Any) -> None:
+def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
     """An optimizer that was made for other parameters would move none of those that have gradients.
 
     Raises:
-        ConfigError: it lacks trainable parameters of the model.
+        ConfigError: it lacks trainable parameters of the model; None was given, and `optim` does not fit the model.
     """
     if optimizer is None:
+        check_optimizer_arguments(config, model)
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
