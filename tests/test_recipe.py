@@ -234,6 +234,22 @@ def test_columns_that_do_not_fit_are_named(spec: dict[str, Any], said: str, tmp_
         recipe_rows(dataset_recipe(write_rows(tmp_path / "rows.jsonl"), **spec), 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.jsonl", '{"question": "a", "gold": 1}\n{"question": "ä", "gold": 1}\n'),
+        ("rows.csv", "question,gold\nä,1"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"line 2 is not in UTF-8 .*0xe4"):
+        recipe_rows(dataset_recipe(path), 0)
+    path.write_bytes(text.encode("utf-8"))
+    assert recipe_rows(dataset_recipe(path), 0)[0][-1]["prompt"] == [{"role": "user", "content": "ä"}]
+
+
 # ---- built-in tasks --------------------------------------------------------------------------------------------------
 
 

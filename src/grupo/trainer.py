@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from grupo.data.prompts import (
     check_for_images,
     check_token_ids,
     column_names,
+    plain_rows,
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
@@ -68,6 +70,7 @@ from grupo.trainer_parts import (
     objective,
     one_item_per_step,
     only_item,
+    plain_datasets,
     policy,
     refuse_unsupported,
     reward_runner,
@@ -131,6 +134,7 @@ class GRPOTrainer(Trainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if args is None:
             name = model if isinstance(model, str) else name_of(model)
             args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
@@ -143,6 +147,7 @@ class GRPOTrainer(Trainer):
             logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
             processing_class = tokenizer
         self.rewards = reward_runner(reward_funcs, args)
+        train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
         # What can be refused without the model is refused before it is loaded.
         num_prompts = None if train_dataset is None else dataset_length(train_dataset)
         self.plan = StepPlan.from_config(args, num_prompts=num_prompts)
@@ -417,6 +422,7 @@ class GRPOTrainer(Trainer):
         for known, rows in self._eval_rows:
             if known is dataset:
                 return rows
+        dataset = plain_rows(dataset)
         self._check_columns(None, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from grupo.algo.entropy import EntropyController
 from grupo.algo.losses import Objective
 from grupo.config import GRPOConfig
+from grupo.data.prompts import plain_rows
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.models.load import add_adapter, load_policy, load_tokenizer
+from grupo.models.load import add_adapter, check_causal, load_policy, load_tokenizer
 from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.runner import RewardRunner
 from grupo.rollout.collect import AdvantageSettings
@@ -62,6 +63,7 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
             "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
             "given. Pass the model's name, or load it with these arguments yourself."
         )
+    check_causal(model)
     return model if peft_config is None else add_adapter(model, peft_config)
 
 
@@ -182,6 +184,13 @@ def check_best_metric(config: GRPOConfig, eval_dataset: Any) -> None:
 
 def named_datasets(dataset: Any) -> Mapping[str, Any]:
     return dataset if isinstance(dataset, Mapping) else {"": dataset}
+
+
+def plain_datasets(dataset: Any) -> Any:
+    """One dataset or several by name, pandas tables as rows."""
+    if isinstance(dataset, Mapping):
+        return {name: plain_rows(part) for name, part in dataset.items()}
+    return plain_rows(dataset)
 
 
 def dataset_length(dataset: Any) -> int:

@@ -88,15 +88,30 @@ class PromptTokenizer:
         return tuple(encoded["input_ids"])
 
 
+def plain_rows(dataset: Any) -> Any:
+    """A pandas table as a list of rows, with None where a value is missing; anything else as it is."""
+    if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
+        return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
+    return dataset
+
+
 def column_names(dataset: Rows) -> list[str]:
     """The columns of a dataset that reward functions get: all but `prompt`. Looks at the first row at most.
 
     Raises:
-        DataError: the dataset is empty, or has no `prompt`.
+        DataError: the dataset is empty, its rows are no dicts, or it has no `prompt`.
     """
     if not len(dataset):
         raise DataError("The dataset has no rows. Give at least as many prompts as one rollout needs.")
-    names = list(getattr(dataset, "column_names", None) or dataset[0])
+    names = getattr(dataset, "column_names", None)
+    if not names:
+        first = dataset[0]
+        if not isinstance(first, Mapping):
+            raise DataError(
+                f"The rows of the dataset are {type(first).__name__}; they must be dicts with a `prompt`, as in "
+                '[{"prompt": "..."}] or a datasets.Dataset.'
+            )
+        names = list(first)
     if "prompt" not in names:
         raise DataError(
             f"The dataset has no column `prompt`; its columns are {sorted(names)}. Rename the column that holds the "

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from grupo.recipe import DatasetSpec, Recipe
 
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+TEXT_SUFFIXES = (".json", ".jsonl", ".csv")
 
 
 def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -46,6 +47,8 @@ def _load(spec: DatasetSpec) -> Any:
     path = Path(spec.path)
     if path.suffix in LOADERS and not path.is_file():
         raise DataError(f"dataset.path={spec.path!r} is no file.")
+    if path.suffix in TEXT_SUFFIXES:
+        _check_utf8(path)
     try:
         if path.suffix in LOADERS:
             return datasets.load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
@@ -57,6 +60,20 @@ def _load(spec: DatasetSpec) -> Any:
     except (DatasetsError, OSError, ValueError, StopIteration) as error:  # StopIteration: an empty file
         reason = str(error.__cause__ or error).strip().partition("\n")[0] or "it is empty"
         raise DataError(f"dataset.path={spec.path!r} cannot be read: {reason}") from error
+
+
+def _check_utf8(path: Path) -> None:
+    """The reader of JSON would notice only when rows are used, without a word about where."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"dataset.path={str(path)!r}: line {number} is not in UTF-8 (byte {error.start + 1} of it is "
+                    f"0x{line[error.start]:02x}). Convert the file first, for example by "
+                    f"iconv -f latin1 -t utf-8 {path.name}."
+                ) from None
 
 
 def _check_columns(names: list[str], spec: DatasetSpec) -> None:
