@@ -36,9 +36,10 @@ def by_length(completions: list[str], **_: Any) -> list[float]:
 
 
 def make(folder: Path, model: Any = None, rows: Any = ROWS, reward: Any = by_length, **keywords: Any) -> GRPOTrainer:
+    generation = keywords.pop("generation", None)
     config = GRPOConfig(
         str(folder), per_device_train_batch_size=8, num_generations=4, max_completion_length=6, max_steps=1,
-        report_to=[], disable_tqdm=True, save_strategy="no",
+        report_to=[], disable_tqdm=True, save_strategy="no", generation_kwargs=generation,
     )  # fmt: skip
     return GRPOTrainer(
         model or tiny_model(),
@@ -114,6 +115,19 @@ def test_target_modules_that_match_nothing_are_refused(modules: Any, tmp_path: P
     adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=modules)
     with pytest.raises(ConfigError, match="down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"):
         make(tmp_path, peft_config=adapter)
+
+
+@pytest.mark.parametrize("ids", [128, [3, 999]])
+def test_stop_tokens_outside_the_vocabulary_are_refused(ids: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stop_token_ids has .* the model's tokens are 0 to 127"):
+        make(tmp_path, generation={"stop_token_ids": ids})
+    make(tmp_path, generation={"stop_token_ids": 127})
+
+
+@pytest.mark.parametrize("ids", ["7", [-1], ["end"], 2.5])
+def test_stop_tokens_that_are_no_ids_are_refused(ids: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a tuple of token ids"):
+        make(tmp_path, generation={"stop_token_ids": ids})
 
 
 # ---- datasets --------------------------------------------------------------------------------------------------------

@@ -122,6 +122,12 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
             "task: times-tables\neval: {samples_per_prompt: 2.5}",
             "`eval.samples_per_prompt`: Input should be a valid integer",
         ),
+        ("task: times-tables\nmodel: a\nmodel: b", "`model` is there twice, in lines 2 and 3."),
+        (
+            "task: times-tables\ntraining:\n  max_steps: 3\n  seed: 1\n  max_steps: 4",
+            "`max_steps` is there twice, in lines 3 and 5.",
+        ),
+        ("task: times-tables\nlora: {r: 1, r: 1}", "`r` is there twice, in lines 2 and 2."),
         ("task: [", "is not valid YAML"),
         ("just text", "must be a mapping"),
         ("", "must be a mapping"),
@@ -151,6 +157,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ("model.name=x", "`model` is a value, not a group of settings"),
         ("training.max_steps.more=x", "`training.max_steps` is a value, not a group of settings"),
         ("rewards=[number_match", "the value is not valid YAML"),
+        ("lora={r: 1, r: 2}", "`r` is there twice"),
         ("trainin.max_steps=3", "`trainin` is no setting of a recipe. Did you mean 'training'?"),
         ("dataset.path=x.jsonl", "take one out, for example by --set task=null"),
     ],
@@ -199,6 +206,28 @@ def test_local_files_give_the_same_rows(name: str, tmp_path: Path) -> None:
         }
         for row in QUESTIONS
     ]
+
+
+def test_a_split_of_a_local_file_is_honoured_or_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl")
+    rows, _ = recipe_rows(dataset_recipe(path, split="train[2:5]"), seed=0)
+    assert [row["gold"] for row in rows] == [3, 4, 5]
+    for name, said in (
+        ("rows.jsonl", 'Unknown split "test"'),
+        ("saved", "without splits"),
+        ("saved-with-splits", "test"),
+    ):
+        with pytest.raises(DataError, match=said):
+            recipe_rows(dataset_recipe(write_rows(tmp_path / name), split="test"), seed=0)
+        with pytest.raises(DataError, match=r"dataset.name='main' has no effect"):
+            recipe_rows(dataset_recipe(tmp_path / name, name="main"), seed=0)
+
+
+def test_anchors_and_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
+    text = "task: times-tables\ntraining: &all {seed: 1}\neval: {enabled: false}\nlora: {r: 4}"
+    assert load_recipe(written(tmp_path, text)).training == {"seed": 1}
+    text = "task: times-tables\nlora: &l {r: 4, alpha: 8}\neval: {<<: {enabled: false}, <<: {samples_per_prompt: 2}}"
+    assert load_recipe(written(tmp_path, text)).eval.samples_per_prompt == 2
 
 
 def test_questions_become_conversations_unless_chat_is_off(tmp_path: Path) -> None:

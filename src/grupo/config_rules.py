@@ -511,7 +511,7 @@ def merged_sampling(config: GRPOConfig) -> dict[str, Any]:
         raise ConfigError(f"generation_kwargs={given!r}: expected a dict with keys among {', '.join(GENERATION_KEYS)}.")
     for name, value in given.items():
         if name == "stop_token_ids":
-            sampling[name] = (value,) if isinstance(value, int) else tuple(value)
+            sampling[name] = tuple(value) if isinstance(value, list | tuple | set) else (value,)
         elif name in SAMPLING_FIELDS:
             if sampling[name] not in (defaults[name], value):
                 raise ConfigError(

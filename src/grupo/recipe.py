@@ -136,6 +136,8 @@ def _read(source: str | None) -> dict[str, Any]:
         )
     try:
         values = yaml.load(text, Loader=_Loader)
+    except _DuplicateKey as error:
+        raise ConfigError(f"In the recipe {name!r}, {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"The recipe {name!r} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
@@ -144,7 +146,22 @@ def _read(source: str | None) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4 as text; everyone who writes it means the number."""
+    """YAML 1.1 reads 1e-4 as text; everyone who writes it means the number. A key that is there twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if isinstance(key_node, yaml.ScalarNode) and key != "<<":
+                if key in seen:
+                    raise _DuplicateKey(key, seen[key], line)
+                seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+class _DuplicateKey(yaml.YAMLError):
+    def __init__(self, key: str, first_line: int, line: int) -> None:
+        super().__init__(f"`{key}` is there twice, in lines {first_line} and {line}. Take one of them out.")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -175,6 +192,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         target = child
     try:
         target[keys[-1]] = yaml.load(text, Loader=_Loader)
+    except _DuplicateKey as error:
+        raise ConfigError(f"--set {override!r}: {error}") from None
     except yaml.YAMLError:
         raise ConfigError(
             f"--set {override!r}: the value is not valid YAML. Put text with special characters in quotes."

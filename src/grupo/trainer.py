@@ -35,7 +35,14 @@ from grupo.data.prompts import (
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
-from grupo.models.load import check_trainable, context_length, name_of, stop_token_ids, vocabulary_size
+from grupo.models.load import (
+    check_stop_token_ids,
+    check_trainable,
+    context_length,
+    name_of,
+    stop_token_ids,
+    vocabulary_size,
+)
 from grupo.models.reference import ReferencePolicy
 from grupo.records import Sample
 from grupo.rollout.collect import RolloutCollector, RolloutResult
@@ -159,6 +166,7 @@ class GRPOTrainer(Trainer):
         self.trainable_parameters, self.total_parameters = check_trainable(model)
         self.context_length = context_length(model)
         self.vocabulary_size = vocabulary_size(model)
+        check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
         self.tokenizer = tokenizer_of(model, args, processing_class)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
         self.stop_token_ids = stop_token_ids(self.tokenizer, model)

@@ -49,10 +49,20 @@ def _load(spec: DatasetSpec) -> Any:
         raise DataError(f"dataset.path={spec.path!r} is no file.")
     if path.suffix in TEXT_SUFFIXES:
         _check_utf8(path)
+    is_split_less = (path / "state.json").exists()
+    if is_split_less and spec.split != "train":
+        raise DataError(
+            f"dataset.split={spec.split!r}: {spec.path} is one saved dataset without splits. Leave dataset.split out."
+        )
+    if spec.name is not None and (path.suffix in LOADERS or path.exists()):
+        raise DataError(
+            f"dataset.name={spec.name!r} has no effect: {spec.path} is local, and only datasets on the Hub have "
+            "configurations. Leave dataset.name out."
+        )
     try:
         if path.suffix in LOADERS:
-            return datasets.load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
-        if (path / "state.json").exists():
+            return datasets.load_dataset(LOADERS[path.suffix], data_files=str(path), split=spec.split)
+        if is_split_less:
             return datasets.load_from_disk(str(path))
         if (path / "dataset_dict.json").exists():
             return datasets.load_from_disk(str(path / spec.split))

@@ -209,6 +209,20 @@ def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
+def check_stop_token_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
+    """Ids that the model has no token for would never stop anything.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    outside = [token for token in ids if vocabulary_size is not None and token >= vocabulary_size]
+    if outside:
+        raise ConfigError(
+            f"stop_token_ids has {outside}, and the model's tokens are 0 to {vocabulary_size - 1}: no completion could "  # type: ignore[operator]
+            "end by them. Take the ids from tokenizer.convert_tokens_to_ids(...)."
+        )
+
+
 def context_length(model: Any) -> int | None:
     """Longest sequence in tokens that the model was made for, where its config says so."""
     config = base_model(model).config
