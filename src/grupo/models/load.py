@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.hub import is_out_of_reach
 
 logger = logging.getLogger("grupo")
 
@@ -38,11 +39,18 @@ def load_policy(
     if quantization_config is not None:
         kwargs["quantization_config"] = quantization_config
     loader: Any = AutoModelForCausalLM
+    from_cache = is_out_of_reach(name_or_path)
+    if from_cache:
+        kwargs["local_files_only"] = True
+        # The look for an adapter has keywords of its own.
+        kwargs["adapter_kwargs"] = {**kwargs.get("adapter_kwargs", {}), "local_files_only": True}
     try:
         model, report = loader.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
     except (OSError, ValueError) as error:
+        if from_cache:
+            raise ConfigError(_not_in_cache("model", name_or_path)) from error
         raise ConfigError(
             f"The model {name_or_path!r} cannot be loaded: {_first_line(error)} Set `model` to a causal language "
             "model: a folder with a config.json and weights, or a name on the Hub."
@@ -84,6 +92,13 @@ def check_causal(model: Any) -> None:
         )
 
 
+def _not_in_cache(what: str, name: str) -> str:
+    return (
+        f"The {what} {name!r} is no folder here, the Hub cannot be reached, and its cache on this machine does not "
+        "have all files. Connect to the network, or give the path of a local folder."
+    )
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
@@ -114,11 +129,17 @@ def load_tokenizer(
             "GRPOTrainer(..., processing_class=tokenizer)."
         )
     revision = (model_init_kwargs or {}).get("revision")
+    from_cache = is_out_of_reach(name)
     try:
         return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {})
+            name,
+            trust_remote_code=trust_remote_code,
+            **({"revision": revision} if revision else {}),
+            **({"local_files_only": True} if from_cache else {}),
         )
     except (OSError, ValueError) as error:
+        if from_cache:
+            raise ConfigError(_not_in_cache("tokenizer", name)) from error
         raise ConfigError(
             f"The tokenizer of {name!r} cannot be loaded: {_first_line(error)} Save the tokenizer beside the model, or "
             "pass it: GRPOTrainer(..., processing_class=tokenizer)."
@@ -194,6 +215,33 @@ def check_trainable(model: Any) -> tuple[int, int]:
             f"None of the model's {total:,} parameters is trainable: training would change nothing. {hint}"
         )
     return trainable, total
+
+
+def adapter_settings(model: Any) -> dict[str, Any]:
+    """The configuration of the adapter in plain values, named as in `lora.r`, or that there is none."""
+    configs = getattr(model, "peft_config", None) or {}
+    settings: dict[str, Any] = {"adapter": "none" if not configs else type(next(iter(configs.values()))).__name__}
+    for config in configs.values():
+        kind = config.peft_type.value.lower()
+        for name, value in config.to_dict().items():
+            if name not in _NOT_ITS_FUNCTION:
+                settings[f"{kind}.{name}"] = _plain(value)
+    return settings
+
+
+_NOT_ITS_FUNCTION = frozenset(
+    {
+        *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "task_type", "inference_mode"),
+        *("init_lora_weights", "runtime_config", "peft_type"),
+    }
+)
+"""Settings of an adapter that say where it came from, or how it began, and not what it computes."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
