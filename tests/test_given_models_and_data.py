@@ -20,7 +20,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from grupo import GRPOConfig, GRPOTrainer
+from cases.harness import make_trainer
+from grupo import GRPOTrainer
 from grupo.errors import ConfigError, DataError, UnsupportedError
 from tiny import tiny_model, tiny_tokenizer
 
@@ -36,19 +37,7 @@ def by_length(completions: list[str], **_: Any) -> list[float]:
 
 
 def make(folder: Path, model: Any = None, rows: Any = ROWS, reward: Any = by_length, **keywords: Any) -> GRPOTrainer:
-    generation = keywords.pop("generation", None)
-    config = GRPOConfig(
-        str(folder), per_device_train_batch_size=8, num_generations=4, max_completion_length=6, max_steps=1,
-        report_to=[], disable_tqdm=True, save_strategy="no", generation_kwargs=generation,
-    )  # fmt: skip
-    return GRPOTrainer(
-        model or tiny_model(),
-        reward,
-        config,
-        rows,
-        processing_class=keywords.pop("tokenizer", tiny_tokenizer()),
-        **keywords,
-    )
+    return make_trainer(folder, reward, rows, model=model, **keywords)
 
 
 @pytest.fixture
@@ -120,14 +109,14 @@ def test_target_modules_that_match_nothing_are_refused(modules: Any, tmp_path: P
 @pytest.mark.parametrize("ids", [128, [3, 999]])
 def test_stop_tokens_outside_the_vocabulary_are_refused(ids: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"stop_token_ids has .* the model's tokens are 0 to 127"):
-        make(tmp_path, generation={"stop_token_ids": ids})
-    make(tmp_path, generation={"stop_token_ids": 127})
+        make(tmp_path, generation_kwargs={"stop_token_ids": ids})
+    make(tmp_path, generation_kwargs={"stop_token_ids": 127})
 
 
 @pytest.mark.parametrize("ids", ["7", [-1], ["end"], 2.5])
 def test_stop_tokens_that_are_no_ids_are_refused(ids: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a tuple of token ids"):
-        make(tmp_path, generation={"stop_token_ids": ids})
+        make(tmp_path, generation_kwargs={"stop_token_ids": ids})
 
 
 # ---- datasets --------------------------------------------------------------------------------------------------------
@@ -142,7 +131,7 @@ def test_a_pandas_table_is_a_dataset(tmp_path: Path) -> None:
 
     table = pd.DataFrame(ROWS)
     table["answer"] = table["answer"].where(table["answer"] != 3)
-    trainer = make(tmp_path, rows=table, reward=reward, eval_dataset={"same": table})
+    trainer = make(tmp_path, rows=table, reward=reward, eval_rows={"same": table})
     trainer.train()
     metrics = trainer.evaluate()
     assert metrics["eval_same_prompts"] == 8

@@ -26,7 +26,7 @@ LAYERS = [
     ["data", "models"],
     ["algo", "rewards"],
     ["recipe", "config", "config_fields", "config_rules", "optimizer_rules", "step_plan"],
-    ["metrics", "sampling"],
+    ["metrics", "sampling", "hub"],
     ["records", "names", "errors"],
 ]
 LEVEL = {name: len(LAYERS) - level for level, names in enumerate(LAYERS) for name in names}
@@ -130,7 +130,7 @@ def test_no_two_parts_import_each_other() -> None:
 
 
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
-LIGHT = ["cli", "data", "errors", "metrics", "names", "recipe", "records", "rewards", "sampling", "step_plan"]
+LIGHT = ["cli", "data", "errors", "hub", "metrics", "names", "recipe", "records", "rewards", "sampling", "step_plan"]
 
 
 @pytest.mark.parametrize("part", LIGHT)

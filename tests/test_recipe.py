@@ -12,11 +12,13 @@ import yaml
 from datasets import Dataset, DatasetDict
 
 from grupo.config import GRPOConfig
+from grupo.data.prompts import PromptTokenizer, tokenize_rows
 from grupo.data.sources import recipe_rows
 from grupo.data.tasks import TASKS, make_task
 from grupo.errors import ConfigError, DataError
 from grupo.recipe import Recipe, built_in_recipes, load_recipe, to_yaml
 from grupo.rewards.registry import make_reward
+from tiny import tiny_tokenizer
 
 
 def written(folder: Path, content: str) -> str:
@@ -243,6 +245,19 @@ def test_held_out_rows_are_no_training_rows(tmp_path: Path) -> None:
     assert len(golds[1]) == 4 and sorted(golds[0] + golds[1]) == list(range(1, 11))
     assert recipe_rows(recipe, seed=0) == (rows, held_out)
     assert recipe_rows(recipe, seed=1) != (rows, held_out)
+
+
+def test_rows_keep_their_numbers_behind_the_split(tmp_path: Path) -> None:
+    tokenizer = PromptTokenizer(tiny_tokenizer())
+    path = write_rows(tmp_path / "rows.jsonl")
+    for part in recipe_rows(dataset_recipe(path, held_out=4, rename={"gold": "answer"}), seed=0):
+        rows = tokenize_rows(part, tokenizer)
+        assert [row.row for row in rows] == [row.columns["answer"] - 1 for row in rows], "answers are numbers + 1"
+    broken = [*QUESTIONS[:7], {**QUESTIONS[7], "question": None}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in broken), encoding="utf-8")
+    with pytest.raises(DataError, match="The prompt of row 7 is NoneType"):
+        for part in recipe_rows(dataset_recipe(path, held_out=4), seed=0):
+            tokenize_rows(part, tokenizer)
 
 
 @pytest.mark.parametrize(

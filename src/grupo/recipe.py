@@ -122,13 +122,32 @@ def built_in_recipes() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
+def built_in_text(name: str) -> str:
+    """The YAML text of a built-in recipe.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in built_in_recipes():
+        raise ConfigError(
+            f"There is no built-in recipe {name!r}.{nearest(name, built_in_recipes())} Built-in recipes: "
+            f"{', '.join(built_in_recipes())}."
+        )
+    return importlib.resources.files("grupo").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def description(name: str) -> str:
+    """What a built-in recipe is for: the comment in its first line."""
+    return built_in_text(name).partition("\n")[0].removeprefix("#").strip()
+
+
 def _read(source: str | None) -> dict[str, Any]:
     name = source or "quickstart"
     path = Path(name)
     if path.is_file():
         text: str | bytes = path.read_bytes()
     elif name in built_in_recipes():
-        text = importlib.resources.files("grupo").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+        text = built_in_text(name)
     else:
         raise ConfigError(
             f"There is no recipe file {name!r}, and no built-in recipe of that name."
@@ -234,6 +253,10 @@ def _fields_at(location: tuple[int | str, ...]) -> Mapping[str, Any]:
     return model.model_fields
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: Recipe, *, with_defaults: bool = True) -> str:
     """The resolved recipe; reading it back gives the same one."""
-    return str(yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+    return str(
+        yaml.dump(
+            recipe.model_dump(exclude_defaults=not with_defaults), Dumper=_Dumper, sort_keys=False, allow_unicode=True
+        )
+    )

@@ -36,6 +36,7 @@ from grupo.data.prompts import (
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
 from grupo.models.load import (
+    adapter_settings,
     check_stop_token_ids,
     check_trainable,
     context_length,
@@ -46,7 +47,7 @@ from grupo.models.load import (
 from grupo.models.reference import ReferencePolicy
 from grupo.records import Sample
 from grupo.rollout.collect import RolloutCollector, RolloutResult
-from grupo.rollout.deal import deal
+from grupo.rollout.deal import deal, even_share
 from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
 from grupo.runs.checkpoint import (
@@ -71,7 +72,6 @@ from grupo.trainer_parts import (
     check_optimizer,
     dataset_length,
     entropy_controller,
-    even_share,
     mapping,
     named_datasets,
     objective,
@@ -208,6 +208,7 @@ class GRPOTrainer(Trainer):
             prompt_text=self.prompt_tokenizer.text,
             all_gather=self._all_gather,
             run_seed=args.seed,
+            tells=self.args.process_index == 0,
         )
         self.entropy_controller = entropy_controller(args)
         self.policy_update = self._policy_update()
@@ -447,7 +448,7 @@ class GRPOTrainer(Trainer):
         Args:
             resume_from_checkpoint: a checkpoint's folder, or True for the newest one in `output_dir` that is complete.
         """
-        checkpoint = self._checkpoint(resume_from_checkpoint)
+        checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
         self.open_run_folder(resumed=checkpoint is not None)
         if not self.told_plan:
             self.told_plan = True
@@ -464,19 +465,33 @@ class GRPOTrainer(Trainer):
         finally:
             self.run_folder.is_open = False
 
-    def _checkpoint(self, wanted: str | bool | None) -> str | None:
-        """The folder to resume from; None for a fresh run."""
+    def checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint that a run goes on from, checked; None for a fresh run.
+
+        Args:
+            wanted: as in `train`.
+
+        Raises:
+            ConfigError: there is none, it is damaged, or it belongs to a run with other settings.
+        """
         if not wanted:
             return None
-        if wanted is True:
-            return str(last_complete_checkpoint(Path(self.args.output_dir)))
-        missing = unfinished(Path(wanted))
+        folder = last_complete_checkpoint(Path(self.args.output_dir)) if wanted is True else Path(wanted)
+        missing = unfinished(folder)
         if missing:
             raise ConfigError(
-                f"The checkpoint {wanted} cannot be resumed from: {', '.join(missing)} missing or empty. It is no "
-                "checkpoint, was not written to its end, or was made with save_only_model=True."
+                f"The checkpoint {folder} cannot be resumed from: {', '.join(missing)} missing, empty or cut short. It "
+                "is no checkpoint, was not written to its end, or was made with save_only_model=True."
             )
-        return str(wanted)
+        self._checkpoint_state(folder)
+        return str(folder)
+
+    def _checkpoint_state(self, folder: Path) -> dict[str, Any] | None:
+        """What this process saved in a checkpoint, of a run with the same settings; None where there is nothing."""
+        state = load_state(folder, rank=self.args.process_index, world_size=self.args.world_size)
+        if state is not None:
+            check_fingerprint(folder, state.get("fingerprint", {}), self._fingerprint())
+        return state
 
     def open_run_folder(self, *, resumed: bool = False) -> None:
         """Moves an earlier run aside and writes the manifest. `train` calls it, unless it was called before."""
@@ -564,10 +579,10 @@ class GRPOTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        state = load_state(Path(checkpoint), rank=self.args.process_index, world_size=self.args.world_size)
+        self.run_folder.cut_back(self.state.global_step)
+        state = self._checkpoint_state(Path(checkpoint))
         if state is None:
             return
-        check_fingerprint(Path(checkpoint), state.get("fingerprint", {}), self._fingerprint())
         self._window = state["window"]
         if self.entropy_controller is not None and state["entropy_controller"] is not None:
             self.entropy_controller.load_state_dict(state["entropy_controller"])
@@ -587,6 +602,10 @@ class GRPOTrainer(Trainer):
             "data_seed": self.config.resolved_data_seed,
             "temperature": self.config.training_temperature,
             "beta": self.config.beta,
+            "optim": getattr(self.config.optim, "value", self.config.optim),
+            **adapter_settings(self.model),
+            "parameters": self.total_parameters,
+            "trainable_parameters": self.trainable_parameters,
         }
 
     # ---- set-up ------------------------------------------------------------------------------------------------------

@@ -207,11 +207,6 @@ def dataset_length(dataset: Any) -> int:
     return len(dataset)
 
 
-def even_share(count: int, world_size: int, rank: int) -> list[int]:
-    """The contiguous share of range(count) of one rank; shares differ by one at most."""
-    return list(range(count * rank // world_size, count * (rank + 1) // world_size))
-
-
 def only_item(items: list[int]) -> int:
     (item,) = items
     return item

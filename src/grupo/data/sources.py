@@ -6,8 +6,10 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grupo.data.prompts import NumberedRows
 from grupo.data.tasks import make_task
 from grupo.errors import DataError
+from grupo.hub import is_out_of_reach
 
 if TYPE_CHECKING:
     from grupo.recipe import DatasetSpec, Recipe
@@ -33,11 +35,9 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
         raise DataError(
             f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has {len(rows)} rows."
         )
-    chosen = set(random.Random(f"held out, seed {seed}").sample(range(len(rows)), spec.held_out))
-    return (
-        [row for index, row in enumerate(rows) if index not in chosen],
-        [row for index, row in enumerate(rows) if index in chosen],
-    )
+    held_out = sorted(random.Random(f"held out, seed {seed}").sample(range(len(rows)), spec.held_out))
+    kept = sorted(set(range(len(rows))).difference(held_out))
+    return NumberedRows([rows[i] for i in kept], kept), NumberedRows([rows[i] for i in held_out], held_out)
 
 
 def _load(spec: DatasetSpec) -> Any:
@@ -59,6 +59,11 @@ def _load(spec: DatasetSpec) -> Any:
             f"dataset.name={spec.name!r} has no effect: {spec.path} is local, and only datasets on the Hub have "
             "configurations. Leave dataset.name out."
         )
+    if is_out_of_reach(spec.path) and not _is_cached(spec.path):
+        raise DataError(
+            f"dataset.path={spec.path!r} is no file or folder here, and the Hub cannot be reached. Connect to the "
+            "network, or give the path of a local file."
+        )
     try:
         if path.suffix in LOADERS:
             return datasets.load_dataset(LOADERS[path.suffix], data_files=str(path), split=spec.split)
@@ -70,6 +75,13 @@ def _load(spec: DatasetSpec) -> Any:
     except (DatasetsError, OSError, ValueError, StopIteration) as error:  # StopIteration: an empty file
         reason = str(error.__cause__ or error).strip().partition("\n")[0] or "it is empty"
         raise DataError(f"dataset.path={spec.path!r} cannot be read: {reason}") from error
+
+
+def _is_cached(name: str) -> bool:
+    """Whether an earlier run has prepared the dataset, which can then be used without the Hub."""
+    from datasets import config
+
+    return (Path(config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()
 
 
 def _check_utf8(path: Path) -> None:

@@ -71,7 +71,10 @@ class CompletionTable:
         columns: dict[str, Any] = {}
         for name in dict.fromkeys(name for row in rows for name in row):
             values = [_plain(row.get(name)) for row in rows]
+            kinds = {type(value) for value in values if value is not None}
             try:
+                if len(kinds) > 1 and not kinds <= {int, float}:
+                    raise TypeError("pyarrow would read some mixtures as one type: a date and 1 as two dates")
                 columns[name] = pa.array(values)
                 pq.write_table(pa.table({name: columns[name]}), pa.BufferOutputStream())
             except (pa.ArrowException, TypeError, ValueError, OverflowError):
