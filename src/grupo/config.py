@@ -223,6 +223,9 @@ class GRPOConfig(TrainingArguments):
     """Multiplies the KL term by the ratio (arXiv 2512.02556)."""
     kl_on_dead_groups: bool = True
     """Keeps the KL term of groups whose advantages are all zero."""
+    micro_batch_tokens: int | None = None
+    """Tokens of one forward and backward pass at most, padding included, within per_device_train_batch_size; None: what
+    40 % of the free memory holds, and 768 MiB on the CPU."""
     scoring_dropout: bool = False
     """Keeps the model's dropout on where log-probs are computed with gradient. Rollouts never have dropout."""
 

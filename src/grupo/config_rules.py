@@ -249,6 +249,7 @@ RANGES: dict[str, Range] = {
     "num_generations_eval": _COUNT,
     "max_completion_length": _COUNT,
     "max_prompt_length": _COUNT,
+    "micro_batch_tokens": _COUNT,
     "generation_batch_size": _COUNT,
     "steps_per_generation": _COUNT,
     "num_iterations": _COUNT,
@@ -454,6 +455,21 @@ def check_pairs(config: GRPOConfig) -> None:
         )
 
 
+_HAVE_NO_PACKAGE_CHECK = ("azure_ml", "flyte")
+
+
+def check_trackers(names: Collection[str]) -> None:
+    """The base class would fail when it makes the callback, after the model was loaded."""
+    available = get_available_reporting_integrations()
+    for name in names:
+        check_choice("report_to", name, tuple(INTEGRATION_TO_CALLBACK))
+        if name not in (*available, *_HAVE_NO_PACKAGE_CHECK):
+            raise ConfigError(
+                f"report_to={name!r} needs a package that is not installed. Install it (pip install {name}), or set "
+                f"report_to to {' or '.join(map(repr, (*available, 'none')))}; metrics.jsonl has every metric anyway."
+            )
+
+
 def check_trained_subset(config: GRPOConfig, plan: StepPlan) -> None:
     """The completions that are trained on are chosen per group, and each optimizer step must have its share of them."""
     trained, group = config.num_generations_trained, config.num_generations
@@ -471,21 +487,6 @@ def check_trained_subset(config: GRPOConfig, plan: StepPlan) -> None:
             f"the chosen ones. Make the step a multiple of {group} completions (per_device_train_batch_size x "
             "gradient_accumulation_steps x processes), or leave num_generations_trained unset."
         )
-
-
-_HAVE_NO_PACKAGE_CHECK = ("azure_ml", "flyte")
-
-
-def check_trackers(names: Collection[str]) -> None:
-    """The base class would fail when it makes the callback, after the model was loaded."""
-    available = get_available_reporting_integrations()
-    for name in names:
-        check_choice("report_to", name, tuple(INTEGRATION_TO_CALLBACK))
-        if name not in (*available, *_HAVE_NO_PACKAGE_CHECK):
-            raise ConfigError(
-                f"report_to={name!r} needs a package that is not installed. Install it (pip install {name}), or set "
-                f"report_to to {' or '.join(map(repr, (*available, 'none')))}; metrics.jsonl has every metric anyway."
-            )
 
 
 def _check_order(config: GRPOConfig, low: str, high: str) -> None:

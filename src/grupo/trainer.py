@@ -37,6 +37,7 @@ from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
 from grupo.models.load import (
     adapter_settings,
+    base_model,
     check_stop_token_ids,
     check_trainable,
     context_length,
@@ -44,6 +45,7 @@ from grupo.models.load import (
     stop_token_ids,
     vocabulary_size,
 )
+from grupo.models.memory import default_token_budget
 from grupo.models.reference import ReferencePolicy
 from grupo.records import Sample
 from grupo.rollout.collect import RolloutCollector, RolloutResult
@@ -84,7 +86,6 @@ from grupo.trainer_parts import (
     refill,
     refuse_unsupported,
     reward_runner,
-    score_window,
     tokenizer_of,
 )
 
@@ -297,13 +298,11 @@ class GRPOTrainer(Trainer):
             self._record_rollout(result)
             samples.update({number + first: sample for number, sample in result.samples.items()})
         started = time.perf_counter()
-        scored = score_window(
-            self.policy_update,
+        scored = self.policy_update.score_window(
             model,
             [samples[number] for number in own_numbers],
             with_old=self.plan.steps_per_rollout > 1,
             reference=self.reference,
-            all_gather=self._all_gather,
         )
         self._spend("scoring", time.perf_counter() - started)
         by_number = dict(zip(own_numbers, scored, strict=True))
@@ -512,7 +511,13 @@ class GRPOTrainer(Trainer):
                     plan=self.plan.describe(),
                     trainable_parameters=self.trainable_parameters,
                     parameters=self.total_parameters,
+                    micro_batch_tokens=self.policy_update.token_budget,
                 ),
+            )
+        elif self.config.micro_batch_tokens is None:
+            # Free memory may be another now; the run goes on as it was.
+            self.policy_update.token_budget = self.run_folder.read_json("manifest.json").get(
+                "micro_batch_tokens", self.policy_update.token_budget
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -611,11 +616,11 @@ class GRPOTrainer(Trainer):
             "data_seed": self.config.resolved_data_seed,
             "temperature": self.config.training_temperature,
             "beta": self.config.beta,
-            **{name: getattr(self.config, name) for name in SIGNAL_FIELDS},
             "optim": getattr(self.config.optim, "value", self.config.optim),
             **adapter_settings(self.model),
             "parameters": self.total_parameters,
             "trainable_parameters": self.trainable_parameters,
+            **{name: getattr(self.config, name) for name in SIGNAL_FIELDS},
         }
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -636,6 +641,8 @@ class GRPOTrainer(Trainer):
             # Padding is never read; an id without an embedding would be looked up all the same.
             pad_token_id=0 if pad is None or pad >= (self.vocabulary_size or pad + 1) else pad,
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
+            token_budget=self._token_budget(),
+            on_token_budget=self._write_token_budget,
             all_gather=self._all_gather,
             autocast=self.accelerator.autocast,
             dtype=torch.float64 if torch.float64 in floats else torch.float32,
@@ -643,6 +650,17 @@ class GRPOTrainer(Trainer):
             kl_on_dead_groups=self.config.kl_on_dead_groups,
             has_entropy_bonus=self.entropy_controller is not None or self.config.entropy_coef != 0.0,
         )
+
+    def _token_budget(self) -> int | None:
+        """Tokens of a micro-batch: as set, or by what their activations take."""
+        if self.config.micro_batch_tokens is not None:
+            return self.config.micro_batch_tokens
+        return default_token_budget(
+            base_model(self.model), self.accelerator.device, checkpointing=bool(self.args.gradient_checkpointing)
+        )
+
+    def _write_token_budget(self, budget: int | None) -> None:
+        self.run_folder.update_json("manifest.json", {"micro_batch_tokens": budget})
 
     def _start_guards(self) -> None:
         self.gradient_guard = GradientGuard(

@@ -51,9 +51,10 @@ def measured_pass_rates(
         purpose="pass rate",
         rows_at_once=trainer.plan.completions_per_rollout // world_size,
     )
-    rates: dict[int, float | None] = dict.fromkeys(row_numbers(dataset))
+    rates: list[float | None] = [None] * len(dataset)
+    place = {number: place for place, number in enumerate(row_numbers(dataset))}
     for prompt, rewards in result.outcomes:
         known = [is_success(reward, success_reward) for reward in rewards if reward is not None]
         if known:
-            rates[prompt.row] = sum(known) / len(known)
-    return list(rates.values())
+            rates[place[prompt.row]] = sum(known) / len(known)
+    return rates

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,15 +167,9 @@ class RolloutCollector:
         rows, logged, failures = self._exchange(part, error)
         assert part is not None
         if self.tells:
-            self._tell(rows.values(), failures)
+            self._tell(rows, failures)
         return Round(
-            part.rollouts,
-            part.table.extras,
-            rows,
-            logged,
-            failures,
-            part.seconds_generating,
-            part.seconds_rewarding,
+            part.rollouts, part.table.extras, rows, logged, failures, part.seconds_generating, part.seconds_rewarding
         )
 
     def _own_part(
@@ -188,7 +182,6 @@ class RolloutCollector:
         rows_at_once: int | None,
         trainer_state: Any,
     ) -> _Part:
-        """Samples and scores the completions of this rank."""
         started = time.perf_counter()
         chunk = rows_at_once or max(len(numbers), 1)
         completions = [
@@ -238,7 +231,7 @@ class RolloutCollector:
             prompt_texts=[self.prompt_text(prompt) for prompt in prompts],
         )
 
-    def _tell(self, rows: Collection[Row], failures: Sequence[RewardFailure]) -> None:
+    def _tell(self, rows: Mapping[int, Row], failures: Sequence[RewardFailure]) -> None:
         """Says which completions, of all ranks, will be missing from the loss, and why."""
         count = len(rows)
         for failure in failures:
@@ -246,7 +239,7 @@ class RolloutCollector:
                 "Reward function %s: its reward failed on %d of %d completions, which are left out of the loss.%s",
                 failure.message, len(failure.rows), count, f"\n{failure.traceback}" if failure.traceback else "",
             )  # fmt: skip
-        abstained = sum(set(row.statuses) == {RewardStatus.ABSTAINED} for row in rows)
+        abstained = sum(set(row.statuses) == {RewardStatus.ABSTAINED} for row in rows.values())
         if abstained and not self._told_about_abstentions:
             self._told_about_abstentions = True
             logger.warning(
@@ -274,20 +267,20 @@ class RolloutCollector:
             )
             for number, rollout in (part.rollouts.items() if part else ())
         ]
-        logged, failures = (part.table.metrics, part.table.failures) if part else ({}, ())
+        metrics, failures = (part.table.metrics, part.table.failures) if part else ({}, ())
         # One collective that every rank enters whatever happened on it: no rank can be left waiting.
-        gathered = self.all_gather((own_rows, logged, failures, _as_message(error)))
+        gathered = self.all_gather((own_rows, metrics, failures, _as_message(error)))
         rank_rows, rank_metrics, rank_failures, messages = zip(*gathered, strict=True)
         for rank, message in enumerate(messages):
             if message is not None:
                 raise error or _error_of(rank, message)
-        user_metrics = MetricSums()
+        logged = MetricSums()
         for metrics in rank_metrics:
             for name, values in metrics.items():
                 for value in values:
-                    user_metrics.add(name, value)
+                    logged.add(name, value)
         rows = sorted(itertools.chain(*rank_rows), key=lambda row: row.number)
-        return {row.number: row for row in rows}, user_metrics, list(itertools.chain(*rank_failures))
+        return {row.number: row for row in rows}, logged, list(itertools.chain(*rank_failures))
 
 
 def _as_message(error: Exception | None) -> tuple[bool, str] | None:
