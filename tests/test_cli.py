@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grupo
 from grupo.cli import main
+from grupo.errors import RewardError
 from grupo.recipe import built_in_recipes, load_recipe
 from grupo.rewards.registry import REWARDS
 from tiny import BOS_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -89,6 +91,7 @@ def test_nothing_heavy_is_imported_before_a_run_needs_it() -> None:
 import sys
 import grupo
 from grupo.cli import main
+from grupo.errors import RewardError
 codes = []
 for arguments in (["--help"], ["train", "--help"], ["tasks"], ["rewards"], ["recipes"], ["train", "no-such-recipe"]):
     try:
@@ -112,7 +115,21 @@ def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rewards"]) == 0
     assert re.findall(r"^(\w+)\(", capsys.readouterr().out, re.M) == list(REWARDS)
     assert main(["recipes"]) == 0
-    assert capsys.readouterr().out.split() == built_in_recipes()
+    recipes = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert list(recipes) == built_in_recipes()
+    assert recipes["quickstart"] == "SmolLM2-135M-Instruct learns the times tables, in minutes on a CPU."
+
+
+@pytest.mark.parametrize("name", built_in_recipes())
+def test_a_recipe_that_is_shown_is_that_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "show", name]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
+    assert load_recipe(str(tmp_path / "mine.yaml")) == load_recipe(name)
+
+
+def test_an_unknown_recipe_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "show", "quickstrat"]) == 2
+    assert "Did you mean 'quickstart'?" in refused(capsys)
 
 
 def test_env_shows_versions_and_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +232,24 @@ def test_the_adapter_and_the_tokenizer_load_without_grupo(run: Path, model: Path
     assert output.shape[1] > ids["input_ids"].shape[1]
 
 
+def code_of(card: str) -> str:
+    return re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)[0]
+
+
+def test_the_card_says_what_came_out_and_its_code_loads_the_model_without_grupo(run: Path, model: Path) -> None:
+    card = (run / "README.md").read_text(encoding="utf-8")
+    head = {"base_model": str(model), "library_name": "peft", "pipeline_tag": "text-generation"}
+    assert yaml.safe_load(card.split("---")[1]) == {**head, "tags": ["grpo", "grupo", "lora"]}
+    for when in ("before", "after"):
+        found = read_json(run / "summary.json")[f"eval_{when}"]
+        assert f"| held-out accuracy {when} | {found['accuracy']:.1%} (95 % interval {found['low']:.1%} to " in card
+    recipe = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", card, flags=re.DOTALL)[0])
+    assert recipe["training"]["max_steps"] == 2 and recipe["task"] == "times-tables"
+    result = subprocess.run([sys.executable, "-c", code_of(card)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "grupo" not in code_of(card).replace(str(run), "")
+
+
 def test_the_adapter_is_the_trained_one(model: Path, tmp_path: Path) -> None:
     assert train(model, tmp_path, *LENGTH, "training.learning_rate=0.01", "eval.enabled=false") == 0
     adapter = load_file(tmp_path / "adapter_model.safetensors")
@@ -244,6 +279,11 @@ def test_the_whole_model_is_saved_without_lora(model: Path, tmp_path: Path) -> N
     start, trained = load_file(model / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     assert start.keys() == trained.keys() and any(not torch.equal(start[name], trained[name]) for name in start)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "No held-out evaluation was made" in card
+    names: dict[str, Any] = {}
+    exec(code_of(card), names)
+    assert torch.equal(names["model"].lm_head.weight, trained["lm_head.weight"])
 
 
 def test_lines_stay_whole_in_a_narrow_window(
@@ -271,10 +311,8 @@ def test_a_second_run_in_a_folder_keeps_the_first(
     assert f"{tmp_path} has an earlier run, which is now in {tmp_path / 'earlier'}." in caplog.messages
     for path, content in first.items():
         kept = tmp_path / "earlier" / path
-        assert (kept if kept.exists() else tmp_path / path).read_bytes() == content or path.name in (
-            "training_args.bin",  # of the second run
-            "README.md",
-        )
+        kept = kept if kept.exists() else tmp_path / path
+        assert kept.read_bytes() == content or path.name == "training_args.bin", "that one is of the second run"
     load_adapter(model, tmp_path / "earlier")
     assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl") if "loss" in entry] == [1]
     # A checkpoint of the first run must not be what the second one is resumed from.
@@ -310,6 +348,37 @@ def test_a_resumed_run_is_the_uninterrupted_one(model: Path, tmp_path: Path) -> 
     steps = [entry["step"] for entry in read_lines(tmp_path / "resumed" / "metrics.jsonl") if "loss" in entry]
     assert steps == [1, 2, 3, 4] and not (tmp_path / "resumed" / "earlier").exists()
     assert read_json(tmp_path / "resumed" / "summary.json")["completions"] == 32
+
+
+def test_a_refused_resume_keeps_the_trained_adapter(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (*LENGTH, "training.learning_rate=0.01", "training.save_strategy=steps", "training.save_steps=1")
+    assert train(model, tmp_path, *settings, "eval.enabled=false") == 0
+    kept = {
+        name: (tmp_path / name).read_bytes() for name in ("adapter_model.safetensors", "recipe.yaml", "summary.json")
+    }
+    assert train(model, tmp_path, *settings, "training.temperature=0.5", flags=("--resume",)) == 2
+    assert "temperature was 1.0 and is 0.5" in refused(capsys)
+    assert kept == {name: (tmp_path / name).read_bytes() for name in kept}
+
+
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, RewardError("no score")])
+def test_a_resume_that_ends_before_the_checkpoint_is_loaded_keeps_the_trained_adapter(
+    reason: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*LENGTH, "training.learning_rate=0.01", "training.save_strategy=steps", "training.save_steps=1")
+    assert train(model, tmp_path, *settings) == 0
+    kept = {
+        name: (tmp_path / name).read_bytes() for name in ("adapter_model.safetensors", "recipe.yaml", "summary.json")
+    }
+
+    def ends(*args: Any, **kwargs: Any) -> None:
+        raise reason
+
+    monkeypatch.setattr("grupo.train_command.evaluate_held_out", ends)
+    assert train(model, tmp_path, *settings, "training.max_steps=4", flags=("--resume",)) in (1, 130)
+    assert kept == {name: (tmp_path / name).read_bytes() for name in kept}
 
 
 # ---- a dataset of one's own ------------------------------------------------------------------------------------------
@@ -405,15 +474,51 @@ def test_nothing_to_resume_ends_with_2(model: Path, tmp_path: Path, capsys: pyte
     assert f"{tmp_path} has no checkpoint" in refused(capsys)
 
 
+def gold_rows(folder: Path, *golds: Any) -> tuple[str, ...]:
+    """Settings for a dataset with these gold answers, two rows of which are held out."""
+    rows = [{"prompt": f"{index} + 0?", "answer": gold} for index, gold in enumerate(golds)]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return ("task=null", f"dataset.path={data}", "dataset.held_out=2", "rewards=[number_match]")
+
+
+HELD_OUT_OF_8 = (4, 6)
+"""The rows that the seed of these runs, 0, holds out."""
+
+
+def test_gold_answers_that_cannot_be_read_are_named_before_the_run(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    golds = ["1"] * 8
+    golds[2] = "see the figure"
+    golds[HELD_OUT_OF_8[1]] = "unknown"
+    settings = gold_rows(tmp_path, *golds)
+    assert train(model, tmp_path / "run", *settings, flags=("--dry-run",)) == 0
+    assert "('answer') of 1 of 6 training rows: row 2; the first is 'see the figure'. It abstains" in caplog.text
+    assert f"of 1 of 2 held-out rows: row {HELD_OUT_OF_8[1]}; the first is 'unknown'. They are left out" in caplog.text
+    assert "5 training" not in capsys.readouterr().out
+    assert train(model, tmp_path / "run", *settings) == 0
+    evaluation = read_json(tmp_path / "run" / "eval_before.json")
+    assert [group["row"] for group in evaluation["groups"]] == [HELD_OUT_OF_8[0]]
+    assert "2 samples of only 1 prompt, too few for the interval to mean much" in capsys.readouterr().out
+    for row in HELD_OUT_OF_8:
+        golds[row] = "unknown"
+    assert train(model, tmp_path / "run", *gold_rows(tmp_path, *golds)) == 2
+    assert f"of 2 of 2 held-out rows: row {HELD_OUT_OF_8[0]}, {HELD_OUT_OF_8[1]}; the first" in refused(capsys)
+    assert train(model, tmp_path / "run", *gold_rows(tmp_path, *["?"] * 8)) == 2
+    assert "of 6 of 6 training rows: row 0, 1, 2, 3, 5, ...; the first is '?'. A gold answer is" in refused(capsys)
+
+
 def test_a_run_that_must_stop_ends_with_1_and_keeps_the_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text(8 * '{"prompt": "1 + 1?", "answer": "see the figure"}\n', encoding="utf-8")
-    settings = ("task=null", f"dataset.path={data}", "dataset.held_out=2", "rewards=[number_match]")
+    reward = tmp_path / "abstains.py"
+    reward.write_text("def abstains(completions, **kwargs):\n    return [None] * len(completions)\n", encoding="utf-8")
+    settings = (*gold_rows(tmp_path, *range(8)), f"rewards=['{reward}:abstains']")
     assert train(model, tmp_path / "run", *settings) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("the run stopped: A held-out answer could not be scored")
+    assert f"row {HELD_OUT_OF_8[0]} of the dataset" in last and f"{HELD_OUT_OF_8[0]} + 0?" in last
     assert read_json(tmp_path / "run" / "summary.json")["interrupted"] is False
     load_adapter(model, tmp_path / "run")
 

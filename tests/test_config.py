@@ -10,6 +10,7 @@ import logging
 import math
 import pickle
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -549,6 +550,67 @@ def test_8_bit_adamw_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, lines
 @pytest.mark.parametrize("optim", ["lomo", "galore_adamw_layerwise"])
 def test_optimizers_that_step_in_the_backward_pass_are_refused(optim: str) -> None:
     assert optim in refused(optim=optim)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 2}}, "It takes num_cycles."),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": "two"}}, "cannot be made"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "Without lr_scheduler_kwargs, lr_scheduler_type="),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-8}, "lr_end"),
+        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"power": 2}}, "has no effect"),
+        (
+            {
+                "lr_scheduler_type": "reduce_lr_on_plateau",
+                "metric_for_best_model": "reward",
+                "eval_strategy": "steps",
+                "lr_scheduler_kwargs": {"mode": "biggest"},
+            },
+            "biggest",
+        ),
+        ({"optim": "sgd", "optim_args": "momentum"}, "expected key=value pairs"),
+        ({"optim": "sgd", "optim_args": "momentum=much"}, "could not convert string to float: 'much'"),
+        ({"optim": "sgd", "optim_args": "momentun=0.9"}, "does not read 'momentun'"),
+        ({"optim": "sgd", "optim_args": "nesterov=true"}, "Nesterov momentum requires a momentum"),
+        ({"optim": "adamw_torch", "optim_args": "beta1=0.5"}, "does not read 'beta1'"),
+        ({"optim": "adamw_torch", "optim_target_modules": ["q_proj"]}, "optim_target_modules=['q_proj'] has no effect"),
+        ({"optim": "adamw_torch_xla"}, "optim='adamw_torch_xla' cannot be made"),
+        ({"optim": "stable_adamw"}, "torch-optimi"),
+        ({"optim": "galore_adamw", "optim_target_modules": "all-linear"}, "the package galore_torch"),
+        ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, "--load_best_model_at_end requires"),
+        ({"seed": -1}, "seed=-1: must be at least 0"),
+        ({"seed": 2**32}, "at most 4.29497e+09"),
+        ({"report_to": "wandb"}, "report_to='wandb' needs a package that is not installed"),
+        ({"report_to": ["tensorbord"]}, "Did you mean 'tensorboard'?"),
+        ({"output_dir": ""}, "output_dir='' would scatter"),
+    ],
+)
+def test_what_the_base_class_would_find_later(
+    settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the first evaluation, or behind the loading of the model."""
+    for package in ("optimi", "galore_torch"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("grupo.config_rules.get_available_reporting_integrations", lambda: ["tensorboard"])
+    assert said in refused(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "max_steps": 3},
+        {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}, "warmup_steps": 7},
+        {"optim": "sgd", "optim_args": "momentum=0, nesterov=no"},
+        {"optim": "rmsprop", "optim_args": "centered=true,alpha=0.9"},
+        {"optim": "adafactor"},
+        {"learning_rate": 0.0},
+    ],
+)
+def test_optimizer_and_schedule_arguments_that_are_right(settings: dict[str, Any]) -> None:
+    GRPOConfig(**settings)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------

@@ -25,16 +25,42 @@ LAYERS = [
     ["rollout", "scoring"],
     ["data", "models"],
     ["algo", "rewards"],
-    ["recipe", "config", "config_fields", "config_rules", "step_plan"],
-    ["metrics", "sampling"],
+    ["recipe", "config", "config_fields", "config_rules", "optimizer_rules", "step_plan"],
+    ["metrics", "sampling", "hub"],
     ["records", "names", "errors"],
 ]
 LEVEL = {name: len(LAYERS) - level for level, names in enumerate(LAYERS) for name in names}
 
 # Parts that do not know each other although they stand side by side, or one above the other.
 STRANGERS = [
-    ("algo", {"rewards", "config", "config_fields", "config_rules", "step_plan", "recipe", "sampling", "metrics"}),
-    ("rewards", {"algo", "config", "config_fields", "config_rules", "step_plan", "recipe", "sampling", "metrics"}),
+    (
+        "algo",
+        {
+            "rewards",
+            "config",
+            "config_fields",
+            "config_rules",
+            "optimizer_rules",
+            "step_plan",
+            "recipe",
+            "sampling",
+            "metrics",
+        },
+    ),
+    (
+        "rewards",
+        {
+            "algo",
+            "config",
+            "config_fields",
+            "config_rules",
+            "optimizer_rules",
+            "step_plan",
+            "recipe",
+            "sampling",
+            "metrics",
+        },
+    ),
     ("rollout", {"scoring"}),
     ("scoring", {"rollout"}),
     ("evals", {"runs"}),
@@ -104,7 +130,7 @@ def test_no_two_parts_import_each_other() -> None:
 
 
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
-LIGHT = ["cli", "data", "errors", "metrics", "names", "recipe", "records", "rewards", "sampling", "step_plan"]
+LIGHT = ["cli", "data", "errors", "hub", "metrics", "names", "recipe", "records", "rewards", "sampling", "step_plan"]
 
 
 @pytest.mark.parametrize("part", LIGHT)

@@ -12,11 +12,13 @@ import yaml
 from datasets import Dataset, DatasetDict
 
 from grupo.config import GRPOConfig
+from grupo.data.prompts import PromptTokenizer, tokenize_rows
 from grupo.data.sources import recipe_rows
 from grupo.data.tasks import TASKS, make_task
 from grupo.errors import ConfigError, DataError
 from grupo.recipe import Recipe, built_in_recipes, load_recipe, to_yaml
 from grupo.rewards.registry import make_reward
+from tiny import tiny_tokenizer
 
 
 def written(folder: Path, content: str) -> str:
@@ -122,6 +124,12 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
             "task: times-tables\neval: {samples_per_prompt: 2.5}",
             "`eval.samples_per_prompt`: Input should be a valid integer",
         ),
+        ("task: times-tables\nmodel: a\nmodel: b", "`model` is there twice, in lines 2 and 3."),
+        (
+            "task: times-tables\ntraining:\n  max_steps: 3\n  seed: 1\n  max_steps: 4",
+            "`max_steps` is there twice, in lines 3 and 5.",
+        ),
+        ("task: times-tables\nlora: {r: 1, r: 1}", "`r` is there twice, in lines 2 and 2."),
         ("task: [", "is not valid YAML"),
         ("just text", "must be a mapping"),
         ("", "must be a mapping"),
@@ -151,6 +159,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ("model.name=x", "`model` is a value, not a group of settings"),
         ("training.max_steps.more=x", "`training.max_steps` is a value, not a group of settings"),
         ("rewards=[number_match", "the value is not valid YAML"),
+        ("lora={r: 1, r: 2}", "`r` is there twice"),
         ("trainin.max_steps=3", "`trainin` is no setting of a recipe. Did you mean 'training'?"),
         ("dataset.path=x.jsonl", "take one out, for example by --set task=null"),
     ],
@@ -201,6 +210,28 @@ def test_local_files_give_the_same_rows(name: str, tmp_path: Path) -> None:
     ]
 
 
+def test_a_split_of_a_local_file_is_honoured_or_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl")
+    rows, _ = recipe_rows(dataset_recipe(path, split="train[2:5]"), seed=0)
+    assert [row["gold"] for row in rows] == [3, 4, 5]
+    for name, said in (
+        ("rows.jsonl", 'Unknown split "test"'),
+        ("saved", "without splits"),
+        ("saved-with-splits", "test"),
+    ):
+        with pytest.raises(DataError, match=said):
+            recipe_rows(dataset_recipe(write_rows(tmp_path / name), split="test"), seed=0)
+        with pytest.raises(DataError, match=r"dataset.name='main' has no effect"):
+            recipe_rows(dataset_recipe(tmp_path / name, name="main"), seed=0)
+
+
+def test_anchors_and_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
+    text = "task: times-tables\ntraining: &all {seed: 1}\neval: {enabled: false}\nlora: {r: 4}"
+    assert load_recipe(written(tmp_path, text)).training == {"seed": 1}
+    text = "task: times-tables\nlora: &l {r: 4, alpha: 8}\neval: {<<: {enabled: false}, <<: {samples_per_prompt: 2}}"
+    assert load_recipe(written(tmp_path, text)).eval.samples_per_prompt == 2
+
+
 def test_questions_become_conversations_unless_chat_is_off(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl")
     assert recipe_rows(dataset_recipe(path), 0)[0][0]["prompt"] == [{"role": "user", "content": "0 + 1?"}]
@@ -214,6 +245,19 @@ def test_held_out_rows_are_no_training_rows(tmp_path: Path) -> None:
     assert len(golds[1]) == 4 and sorted(golds[0] + golds[1]) == list(range(1, 11))
     assert recipe_rows(recipe, seed=0) == (rows, held_out)
     assert recipe_rows(recipe, seed=1) != (rows, held_out)
+
+
+def test_rows_keep_their_numbers_behind_the_split(tmp_path: Path) -> None:
+    tokenizer = PromptTokenizer(tiny_tokenizer())
+    path = write_rows(tmp_path / "rows.jsonl")
+    for part in recipe_rows(dataset_recipe(path, held_out=4, rename={"gold": "answer"}), seed=0):
+        rows = tokenize_rows(part, tokenizer)
+        assert [row.row for row in rows] == [row.columns["answer"] - 1 for row in rows], "answers are numbers + 1"
+    broken = [*QUESTIONS[:7], {**QUESTIONS[7], "question": None}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in broken), encoding="utf-8")
+    with pytest.raises(DataError, match="The prompt of row 7 is NoneType"):
+        for part in recipe_rows(dataset_recipe(path, held_out=4), seed=0):
+            tokenize_rows(part, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +276,22 @@ def test_held_out_rows_are_no_training_rows(tmp_path: Path) -> None:
 def test_columns_that_do_not_fit_are_named(spec: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=re.escape(said)):
         recipe_rows(dataset_recipe(write_rows(tmp_path / "rows.jsonl"), **spec), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.jsonl", '{"question": "a", "gold": 1}\n{"question": "ä", "gold": 1}\n'),
+        ("rows.csv", "question,gold\nä,1"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"line 2 is not in UTF-8 .*0xe4"):
+        recipe_rows(dataset_recipe(path), 0)
+    path.write_bytes(text.encode("utf-8"))
+    assert recipe_rows(dataset_recipe(path), 0)[0][-1]["prompt"] == [{"role": "user", "content": "ä"}]
 
 
 # ---- built-in tasks --------------------------------------------------------------------------------------------------

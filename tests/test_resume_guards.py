@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import json
 import shutil
+import sys
+import types
+from datetime import date
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import TrainerCallback
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.errors import ConfigError, DataError, UnsupportedError
+from grupo.runs.checkpoint import unfinished
 from tiny import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"say {index}"} for index in range(8)]
@@ -81,6 +88,126 @@ def test_a_run_with_other_settings_is_not_resumed(changed, said, tmp_path):
     make(tmp_path, max_steps=1, steps_per_generation=4).train()
     with pytest.raises(ConfigError, match=said):
         make(tmp_path, **{"steps_per_generation": 4, **changed}).train(resume_from_checkpoint=True)
+
+
+def lora(**changes):
+    return LoraConfig(task_type="CAUSAL_LM", **{"r": 2, "target_modules": "all-linear", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"peft_config": lora(r=4)}, "lora.r was 2 and is 4"),
+        ({"peft_config": lora(lora_alpha=1)}, "lora.lora_alpha was 8 and is 1"),
+        (
+            {"peft_config": lora(target_modules=["q_proj"])},
+            r"lora.target_modules was \['model.* \.\.\. and is \['q_proj'\]",
+        ),
+        ({"peft_config": None}, "adapter was LoraConfig and is none"),
+        (
+            {"model": tiny_model(intermediate_size=32), "peft_config": lora()},
+            r"settings: parameters was 28832 and is 22304; trainable",
+        ),
+        ({"peft_config": lora(), "optim": "sgd"}, "optim was adamw_torch_fused and is sgd"),
+    ],
+)
+def test_a_run_with_another_adapter_model_or_optimizer_is_not_resumed(changed, said, tmp_path):
+    make(tmp_path, max_steps=1, peft_config=lora(), optim="adamw_torch_fused").train()
+    with pytest.raises(ConfigError, match=said):
+        make(tmp_path, **{"optim": "adamw_torch_fused", **changed}).train(resume_from_checkpoint=True)
+
+
+def test_a_resumed_run_can_be_resumed(tmp_path):
+    for steps in (1, 2, 3):
+        trainer = make(tmp_path, max_steps=steps, peft_config=lora())
+        trainer.train(resume_from_checkpoint=steps > 1)
+        assert trainer.state.global_step == steps
+
+
+FILES = [
+    "adapter_model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+    "grupo_state_0.pt",
+]
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
+def test_a_checkpoint_with_files_cut_short_is_passed_over(left, tmp_path, caplog):
+    make(tmp_path, max_steps=2, peft_config=LORA).train()
+    for name in FILES:
+        path = tmp_path / "checkpoint-2" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(left * len(whole))])
+        trainer = make(tmp_path, peft_config=LORA)
+        with pytest.raises(ConfigError, match=rf"{name} missing, empty or cut short"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        caplog.clear()
+        assert trainer.checkpoint_to_resume(True) == str(tmp_path / "checkpoint-1")
+        assert f"checkpoint-2 was not written to its end ({name})" in caplog.text
+        path.write_bytes(whole)
+    assert trainer.checkpoint_to_resume(True) == str(tmp_path / "checkpoint-2")
+
+
+def test_a_shard_that_is_missing_is_noticed(tmp_path):
+    make(tmp_path, max_steps=1).train()
+    folder = tmp_path / "checkpoint-1"
+    tiny_model().save_pretrained(folder, max_shard_size="50KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert unfinished(folder) == []
+    shard = sorted(folder.glob("model-*.safetensors"))[-1]
+    shard.unlink()
+    assert unfinished(folder) == [shard.name]
+
+
+class Kill(TrainerCallback):
+    """The process ends, as far as files can tell, behind a step and in the middle of a line."""
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_steps_behind_the_checkpoint_are_in_the_files_once(tmp_path, caplog):
+    settings = {"save_steps": 2, "log_completions": True, "num_completions_to_print": 1}
+    trainer = make(tmp_path, rows=[{"prompt": f"say \u2028 {index}"} for index in range(8)], **settings)
+    trainer.add_callback(Kill())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with (tmp_path / "completions.jsonl").open("ab") as file:
+        file.write('{"step": 2, "prompt": "ä'.encode()[:-1])
+    killed = (tmp_path / "completions.jsonl").read_bytes()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    trainer = make(tmp_path, rows=[{"prompt": f"say \u2028 {index}"} for index in range(8)], **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
+    kept = (tmp_path / "completions.jsonl").read_bytes()
+    assert [json.loads(line)["step"] for line in kept.split(b"\n")[:-1]] == [1, 1, 2, 2, 3, 3, 4, 4]
+    cut = (tmp_path / "cut" / "completions.jsonl").read_bytes().split(b"\n")
+    assert len(cut) == 4 and json.loads(cut[0])["step"] == json.loads(cut[1])["step"] == 3
+    # Nothing is lost: what was cut is the end of what was there.
+    assert killed.endswith(b"\n".join(cut[:-1])) and killed.startswith(kept[:10])
+    assert "3 of completions.jsonl" in caplog.text and not list(tmp_path.glob("*.new"))
+    assert not (tmp_path / "cut" / "metrics.jsonl").exists()
+
+
+def test_a_run_that_had_gone_on_is_cut_back_to_an_older_checkpoint(tmp_path):
+    settings = {"log_completions": True, "num_completions_to_print": 1}
+    make(tmp_path, **settings).train()
+    make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    steps = [line["step"] for line in lines(tmp_path / "metrics.jsonl")]
+    assert steps == [1, 2, 3, 4, 4], "the last one is the summary of the run"
+    assert [line["step"] for line in lines(tmp_path / "cut" / "metrics.jsonl")] == [3, 4, 4]
+    tables = sorted(path.name for path in (tmp_path / "cut" / "completions").iterdir())
+    assert tables == ["completions_00003.parquet", "completions_00004.parquet"]
+    make(tmp_path, max_steps=1).train()
+    assert (tmp_path / "earlier" / "cut" / "metrics.jsonl").is_file() and not (tmp_path / "cut").exists()
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
@@ -166,6 +293,32 @@ def test_the_table_keeps_its_columns(tmp_path):
     assert table["prompt"].str.startswith("say").all() and set(table["extra/prompt"]) == {"mine"}
 
 
+@pytest.mark.parametrize(
+    ("values", "written"),
+    [
+        ([1, "a", None, 2.5], ["1", "a", None, "2.5"]),
+        ([True, 1, "b", None], ["True", "1", "b", None]),
+        ([{"a": 1}, "x", [2], 3], ["{'a': 1}", "x", "[2]", "3"]),
+        ([{}, {}, {}, {}], ["{}"] * 4),
+        ([date(2020, 1, 2), 1, None, 2], ["2020-01-02", "1", None, "2"]),
+        ([2**70, 1, 2, 3], [str(2**70), "1", "2", "3"]),
+        (["\ud800", "a", "b", "c"], ["\\ud800", "a", "b", "c"]),
+        ([1, 2.5, 3, 4], [1.0, 2.5, 3.0, 4.0]),
+    ],
+)
+def test_logged_columns_of_mixed_types_do_not_end_the_run(values, written, tmp_path, caplog):
+    def logs(completions, log_extra, **_):
+        log_extra("found", values * 2)
+        return by_length(completions)
+
+    make(tmp_path, rewards=logs, log_completions=True, max_steps=2, num_completions_to_print=1).train()
+    for step in (1, 2):
+        table = pd.read_parquet(tmp_path / "completions" / f"completions_{step:05d}.parquet")
+        assert [None if value is pd.NA or value != value else value for value in table["found"]] == written * 2
+    said = [line for line in caplog.messages if "'found', from log_extra" in line]
+    assert len(said) == (0 if written[0] == 1.0 else 1)
+
+
 def test_weights_of_zero_reward_nothing(tmp_path):
     with pytest.raises(ConfigError, match="nothing is rewarded"):
         make(tmp_path, reward_weights=[0.0])
@@ -180,3 +333,16 @@ def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path):
     trainer = make(tmp_path)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 4
+
+
+def test_target_modules_of_an_optimizer_that_the_model_lacks(tmp_path, monkeypatch):
+    """Optimizers that look for modules can be checked with the model alone; that is before the first evaluation."""
+
+    def looks_for_modules(config, model):
+        raise ValueError(f"No target modules found for {config.optim} ({config.optim_target_modules}).")
+
+    monkeypatch.setitem(sys.modules, "galore_torch", types.ModuleType("galore_torch"))
+    sys.modules["galore_torch"].__spec__ = importlib.machinery.ModuleSpec("galore_torch", None)
+    monkeypatch.setattr("grupo.optimizer_rules.Trainer.get_optimizer_cls_and_kwargs", looks_for_modules)
+    with pytest.raises(ConfigError, match="cannot be made: No target modules found"):
+        make(tmp_path, optim="galore_adamw", optim_target_modules=["nowhere"])

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -17,7 +18,7 @@ from transformers import TrainerCallback
 from grupo import GRPOConfig
 from grupo.algo import compute_advantages, max_variance_subset
 from grupo.data.curriculum import AdaptiveStream, Curriculum
-from grupo.data.prompts import PromptStream, TokenizedRow
+from grupo.data.prompts import NumberedRows, PromptStream, TokenizedRow
 from grupo.errors import ConfigError, DataError, RewardError
 from grupo.evals.pass_rates import measured_pass_rates
 from grupo.scoring.scorer import Scorer
@@ -166,8 +167,6 @@ def test_failed_rewards_count_over_all_rounds(tmp_path: Path) -> None:
 
 def test_columns_that_rewards_log_stay_beside_their_completions(tmp_path: Path) -> None:
     """`log_extra` in the second round only, and the table holds what is trained on."""
-    import pandas as pd
-
     calls: list[int] = []
 
     def logging(prompts: list[str], completion_ids: list[list[int]], dead: list[bool], log_extra: Any, log_metric: Any,
@@ -537,6 +536,8 @@ def test_pass_rates_are_the_shares_of_successes(tmp_path: Path) -> None:
     assert measured_pass_rates(trainer, data) == [1.0, 0.75, None, 0.0, None]
     assert measured_pass_rates(trainer, data, samples=2) == [1.0, 0.5, None, 0.0, None]
     assert measured_pass_rates(trainer, data, success_reward=0.0)[3] == 1.0
+    assert measured_pass_rates(trainer, pd.DataFrame(data)) == [1.0, 0.75, None, 0.0, None]
+    assert measured_pass_rates(trainer, NumberedRows([data[3], data[0]], [7, 2])) == [0.0, 1.0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer.model).items())
     assert not (tmp_path / "completions.jsonl").exists()
 

@@ -17,12 +17,16 @@ import pytest
 import torch
 
 import two_ranks_worker
+from grupo.cli import main
+from tiny import tiny_model, tiny_tokenizer
 from tiny_trainer import distance
 
 pytestmark = pytest.mark.slow
 
 TIMEOUT = 120
 """Seconds for all scenarios together; about 20 when nothing else runs."""
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 # Scenarios that have a gradient to compare.
 COMPARED = (
@@ -46,9 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("two_ranks")
     tests = Path(__file__).parent
     paths = [str(tests), *(path for path in sys.path if path)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     process = subprocess.Popen(
-        [*command, str(tests / "two_ranks_worker.py"), str(target)],
+        [*LAUNCH, str(tests / "two_ranks_worker.py"), str(target)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
         stdout=(target / "output.txt").open("w"), stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -213,6 +216,16 @@ def test_an_error_of_one_rank_ends_both_with_its_message(folder: Path, name: str
             assert word in outcome["error"]
 
 
+@pytest.mark.parametrize(("name", "rank"), [("engine error on one rank", 1), ("engine error in a late round", 0)])
+def test_an_error_of_the_engine_on_one_rank_ends_the_other(folder: Path, name: str, rank: int) -> None:
+    outcomes = both(folder, name)
+    assert outcomes[rank]["error"] == "MemoryError: too many tokens"
+    assert outcomes[1 - rank]["error"] == (
+        f"TrainingError: Process {rank} could not sample or score its completions: MemoryError: too many tokens"
+    )
+    assert all(outcome["seconds"] < 30 for outcome in outcomes)
+
+
 @pytest.mark.parametrize(("name", "prompts"), [("3x1", "abc"), ("3x2", "aabbcc"), ("1x1", "a")])
 def test_evaluation_counts_every_prompt_once(folder: Path, one_process: Any, name: str, prompts: str) -> None:
     first, second = (outcome[name] for outcome in both(folder, "evaluated"))
@@ -233,3 +246,38 @@ def test_rank_files_hold_every_completion_once(folder: Path) -> None:
     for group in groups:
         counts[group["prompt_id"]] = counts.get(group["prompt_id"], 0) + len(group["completions"])
     assert set(counts.values()) == {4} and len(counts) == 8
+
+
+def test_the_command_line_speaks_once_and_shares_the_evaluation(tmp_path: Path, monkeypatch: Any) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+
+    def arguments(batch: int, *more: str) -> list[str]:
+        settings = (
+            f"model={tmp_path / 'model'}", f"training.per_device_train_batch_size={batch}", "training.max_steps=1",
+            "training.gradient_accumulation_steps=1", "training.num_generations=4", "training.use_cpu=true",
+            "training.max_completion_length=6", "eval.max_prompts=5", "eval.samples_per_prompt=2", *more,
+        )  # fmt: skip
+        return ["train", *(part for setting in settings for part in ("--set", setting))]
+
+    logs = tmp_path / "logs"
+    subprocess.run(
+        [*LAUNCH, "--log-dir", str(logs), "--redirects", "3", "-m", "grupo.cli", *arguments(4)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        check=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    said = {path.parent.name: path.read_text() for path in logs.rglob("stdout.log")}
+    assert said["0"].count("held-out before training") == 1 and said["1"] == ""
+    assert "is now in" not in "".join(path.read_text() for path in logs.rglob("stderr.log")), "one folder for both"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["times-tables"]
+    assert main(arguments(8, "training.output_dir=alone")) == 0
+    for when in ("before", "after"):
+        shared, alone = (
+            json.loads((folder / f"eval_{when}.json").read_text())
+            for folder in (tmp_path / "runs/times-tables", tmp_path / "alone")
+        )
+        assert len(shared["groups"]) == 5 and shared["n"] == 10
+        assert [group["prompt"] for group in shared["groups"]] == [group["prompt"] for group in alone["groups"]]
+        if when == "before":
+            assert shared == alone

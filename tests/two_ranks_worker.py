@@ -229,6 +229,30 @@ def failed_rewards_on_one_rank(folder: Path) -> dict[str, Any]:
     return train(folder, dataset=PROMPTS, reward_funcs=raises, max_failed_reward_share=0.2)
 
 
+def engine_error_on_one_rank(folder: Path) -> dict[str, Any]:
+    """What is no error of grupo's own: it stays itself where it was raised, and the other rank hears of it."""
+    return engine_error(folder, row=3, dataset=PROMPTS)
+
+
+def engine_error_in_a_late_round(folder: Path) -> dict[str, Any]:
+    """In the third round, in which rank 1 samples nothing: g replaces E on rank 0."""
+    return engine_error(folder, row=6, dataset=WITH_DEAD, dynamic_sampling=True, max_steps=1)
+
+
+def engine_error(folder: Path, *, row: int, **settings: Any) -> dict[str, Any]:
+    started = time.monotonic()
+
+    def script(prompt: Any, place: int) -> list[int]:
+        if prompt.row == row:
+            raise MemoryError("too many tokens")
+        return scripted_ids(prompt, place)
+
+    try:
+        return train(folder, script=script, **settings)
+    except MemoryError as error:
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - started}
+
+
 def nan_on_one_rank(folder: Path) -> dict[str, Any]:
     """The gradient of rank 1 alone is NaN: both ranks drop it, and both stop at the second time."""
     model = tiny_model()
@@ -341,6 +365,8 @@ SCENARIOS: dict[str, Scenario] = {
     "evaluated": evaluated,
     "reward error on one rank": reward_error_on_one_rank,
     "failed rewards on one rank": failed_rewards_on_one_rank,
+    "engine error on one rank": engine_error_on_one_rank,
+    "engine error in a late round": engine_error_in_a_late_round,
     "nan on one rank": nan_on_one_rank,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -24,14 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options))
     except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error{_of_process()}: {error}", file=sys.stderr)
         return USAGE
     except GrupoError as error:
-        print(f"the run stopped: {error}", file=sys.stderr)
+        print(f"the run stopped{_of_process()}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _of_process() -> str:
+    """Which of several processes has met an error: usually all of them, but not always."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f" (process {rank})"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,10 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     for name, command, text in (
         ("tasks", _tasks, "list the built-in tasks"),
         ("rewards", _rewards, "list the built-in rewards"),
-        ("recipes", _recipes, "list the built-in recipes"),
         ("env", _env, "show versions and accelerators"),
     ):
         commands.add_parser(name, help=text).set_defaults(command=command)
+
+    recipes = commands.add_parser("recipes", help="list the built-in recipes, or show one of them")
+    recipes.set_defaults(command=_recipes)
+    show = recipes.add_subparsers(metavar="COMMAND").add_parser("show", help="print a recipe, to start one's own from")
+    show.add_argument("name", help="of a built-in recipe")
+    show.set_defaults(command=_show_recipe)
     return parser
 
 
@@ -100,14 +112,20 @@ def _rewards(options: argparse.Namespace) -> int:
 
 
 def _recipes(options: argparse.Namespace) -> int:
-    from grupo.recipe import built_in_recipes
+    from grupo.recipe import built_in_recipes, description
 
-    print("\n".join(built_in_recipes()))
+    print("\n".join(f"{name}: {description(name)}" for name in built_in_recipes()))
+    return DONE
+
+
+def _show_recipe(options: argparse.Namespace) -> int:
+    from grupo.recipe import built_in_text
+
+    print(built_in_text(options.name), end="")
     return DONE
 
 
 def _env(options: argparse.Namespace) -> int:
-    import os
     import platform
 
     import torch

@@ -20,6 +20,7 @@ from transformers.utils.import_utils import is_bitsandbytes_available, is_torch_
 from grupo import config_rules as rules
 from grupo.config_rules import logger
 from grupo.errors import ConfigError
+from grupo.optimizer_rules import check_optimizer_arguments, check_schedule
 from grupo.sampling import SamplingSpec
 from grupo.step_plan import StepPlan
 
@@ -319,10 +320,16 @@ class GRPOConfig(TrainingArguments):
         self._resolve_optimizer()
         self._resolve_best_metric()
         pin_memory = self.dataloader_pin_memory
-        super().__post_init__()  # type: ignore[no-untyped-call]
+        try:
+            super().__post_init__()  # type: ignore[no-untyped-call]
+        except (ValueError, ImportError) as error:  # the base class's own rules, in its own words
+            raise ConfigError(" ".join(str(error).split())) from error
         # The base class changes it on the CPU; as a value away from its default it would be refused in a copy.
         self.dataloader_pin_memory = pin_memory
         rules.check_accelerator_config(vars(self.accelerator_config), vars(AcceleratorConfig()))
+        rules.check_trackers(self.report_to or [])
+        check_schedule(self)
+        check_optimizer_arguments(self)
         if self.sampling_spec().is_greedy:
             raise ConfigError("generation_kwargs: temperature 0 is greedy, and all completions would be the same.")
         rules.check_trained_subset(self, StepPlan.from_config(self, num_prompts=None))

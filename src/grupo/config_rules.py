@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers import SchedulerType
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
@@ -236,6 +237,7 @@ RANGES: dict[str, Range] = {
     "per_device_eval_batch_size": _COUNT,
     "gradient_accumulation_steps": _COUNT,
     "num_train_epochs": _POSITIVE,
+    "seed": Range(at_least=0, at_most=2**32 - 1, why="what numpy and torch take"),
     "learning_rate": _NOT_NEGATIVE,
     "warmup_steps": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
@@ -437,6 +439,11 @@ def check_pairs(config: GRPOConfig) -> None:
         )
     if config.scoring_dropout and config.disable_dropout:
         raise ConfigError("scoring_dropout=True and disable_dropout=True contradict each other: set one of them.")
+    if config.output_dir is not None and not str(config.output_dir).strip():
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} would scatter the files of the run over the working directory. Name a "
+            "folder, or '.' if that is meant."
+        )
     if config.max_steps != -1 and config.max_steps < 1:
         raise ConfigError(f"max_steps={config.max_steps}: must be at least 1, or -1 to count by num_train_epochs.")
     if config.warmup_steps >= 1 and config.warmup_steps != int(config.warmup_steps):
@@ -446,6 +453,21 @@ def check_pairs(config: GRPOConfig) -> None:
             f"lr_scheduler_type={str(config.lr_scheduler_type)!r} watches metric_for_best_model, and the loss of GRPO "
             "says nothing about progress. Set metric_for_best_model='reward' and lr_scheduler_kwargs={'mode': 'max'}."
         )
+
+
+_HAVE_NO_PACKAGE_CHECK = ("azure_ml", "flyte")
+
+
+def check_trackers(names: Collection[str]) -> None:
+    """The base class would fail when it makes the callback, after the model was loaded."""
+    available = get_available_reporting_integrations()
+    for name in names:
+        check_choice("report_to", name, tuple(INTEGRATION_TO_CALLBACK))
+        if name not in (*available, *_HAVE_NO_PACKAGE_CHECK):
+            raise ConfigError(
+                f"report_to={name!r} needs a package that is not installed. Install it (pip install {name}), or set "
+                f"report_to to {' or '.join(map(repr, (*available, 'none')))}; metrics.jsonl has every metric anyway."
+            )
 
 
 def check_trained_subset(config: GRPOConfig, plan: StepPlan) -> None:
@@ -532,7 +554,7 @@ def merged_sampling(config: GRPOConfig) -> dict[str, Any]:
         raise ConfigError(f"generation_kwargs={given!r}: expected a dict with keys among {', '.join(GENERATION_KEYS)}.")
     for name, value in given.items():
         if name == "stop_token_ids":
-            sampling[name] = (value,) if isinstance(value, int) else tuple(value)
+            sampling[name] = tuple(value) if isinstance(value, list | tuple | set) else (value,)
         elif name in SAMPLING_FIELDS:
             if sampling[name] not in (defaults[name], value):
                 raise ConfigError(

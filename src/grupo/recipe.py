@@ -122,13 +122,32 @@ def built_in_recipes() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
+def built_in_text(name: str) -> str:
+    """The YAML text of a built-in recipe.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in built_in_recipes():
+        raise ConfigError(
+            f"There is no built-in recipe {name!r}.{nearest(name, built_in_recipes())} Built-in recipes: "
+            f"{', '.join(built_in_recipes())}."
+        )
+    return importlib.resources.files("grupo").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def description(name: str) -> str:
+    """What a built-in recipe is for: the comment in its first line."""
+    return built_in_text(name).partition("\n")[0].removeprefix("#").strip()
+
+
 def _read(source: str | None) -> dict[str, Any]:
     name = source or "quickstart"
     path = Path(name)
     if path.is_file():
         text: str | bytes = path.read_bytes()
     elif name in built_in_recipes():
-        text = importlib.resources.files("grupo").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
+        text = built_in_text(name)
     else:
         raise ConfigError(
             f"There is no recipe file {name!r}, and no built-in recipe of that name."
@@ -136,6 +155,8 @@ def _read(source: str | None) -> dict[str, Any]:
         )
     try:
         values = yaml.load(text, Loader=_Loader)
+    except _DuplicateKey as error:
+        raise ConfigError(f"In the recipe {name!r}, {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"The recipe {name!r} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
@@ -144,7 +165,22 @@ def _read(source: str | None) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4 as text; everyone who writes it means the number."""
+    """YAML 1.1 reads 1e-4 as text; everyone who writes it means the number. A key that is there twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if isinstance(key_node, yaml.ScalarNode) and key != "<<":
+                if key in seen:
+                    raise _DuplicateKey(key, seen[key], line)
+                seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+class _DuplicateKey(yaml.YAMLError):
+    def __init__(self, key: str, first_line: int, line: int) -> None:
+        super().__init__(f"`{key}` is there twice, in lines {first_line} and {line}. Take one of them out.")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -175,6 +211,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         target = child
     try:
         target[keys[-1]] = yaml.load(text, Loader=_Loader)
+    except _DuplicateKey as error:
+        raise ConfigError(f"--set {override!r}: {error}") from None
     except yaml.YAMLError:
         raise ConfigError(
             f"--set {override!r}: the value is not valid YAML. Put text with special characters in quotes."
@@ -215,6 +253,10 @@ def _fields_at(location: tuple[int | str, ...]) -> Mapping[str, Any]:
     return model.model_fields
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: Recipe, *, with_defaults: bool = True) -> str:
     """The resolved recipe; reading it back gives the same one."""
-    return str(yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+    return str(
+        yaml.dump(
+            recipe.model_dump(exclude_defaults=not with_defaults), Dumper=_Dumper, sort_keys=False, allow_unicode=True
+        )
+    )

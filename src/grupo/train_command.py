@@ -12,22 +12,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback
+from transformers.utils.logging import set_verbosity_error
 
 from grupo.config import GRPOConfig
 from grupo.console import ProgressLines, say, step_bar
+from grupo.data.golds import usable_rows
 from grupo.data.prompts import Rows
 from grupo.data.sources import recipe_rows
 from grupo.data.tasks import make_task
 from grupo.errors import ConfigError, GrupoError
-from grupo.evals.held_out import HeldOutResult, evaluate_held_out
+from grupo.evals.held_out import FEW_PROMPTS, HeldOutResult, evaluate_held_out
 from grupo.evals.statistics import paired_difference
-from grupo.models.default_model import default_model_path
+from grupo.models.default_model import HUB_ID, default_model_path
 from grupo.recipe import Recipe, RewardSpec, to_yaml
 from grupo.rewards.registry import make_reward
+from grupo.runs.card import model_card
 from grupo.runs.checkpoint import last_complete_checkpoint
 from grupo.runs.folder import fresh_folder, group_record
 from grupo.sampling import SamplingSpec
@@ -67,32 +71,39 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
     recipe = with_run_folder(recipe, resume=resume)
     rewards, weights = recipe_rewards(recipe)
     config = GRPOConfig(**_with_weights(recipe.training, weights))
-    rows, held_out_rows = recipe_rows(recipe, config.seed)
+    if config.world_size > 1:
+        console = _one_voice(config, console)
+        recipe = _one_folder(recipe, config)
+    rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
     trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards))
     folder = trainer.run_folder.path
+    checkpoint = trainer.checkpoint_to_resume(resume)
     held_out = _held_out(recipe, trainer, held_out_rows)
     _introduce(console, recipe, trainer, held_out_rows)
     if dry_run:
-        _remove_if_empty(folder)  # the base class has made it
+        if trainer.is_world_process_zero():
+            _remove_if_empty(folder)  # the base class has made it
         return 0
     trainer.open_run_folder(resumed=resume)
     before = after = None
     stopped: KeyboardInterrupt | GrupoError | None = None
     try:
         if not resume:
-            _write_recipe(recipe, folder)
+            trainer.run_folder.write_text("recipe.yaml", to_yaml(recipe))
         if held_out is not None:
             before = clock.measure("eval_before", lambda: held_out("before"))
             say(console, f"held-out before training: {_shown(before, before.is_accuracy)}")
-        clock.measure("training", lambda: _run_training(trainer, console, resume))
+        clock.measure("training", lambda: _run_training(trainer, console, checkpoint))
         if resume:
             # Not before: settings that the checkpoint refuses must not replace those it was made with.
-            _write_recipe(recipe, folder)
+            trainer.run_folder.write_text("recipe.yaml", to_yaml(recipe))
         if held_out is not None:
             after = clock.measure("eval_after", lambda: held_out("after"))
     except ConfigError:
         raise  # a checkpoint that these settings do not fit: the model in the folder is the better one
     except (KeyboardInterrupt, GrupoError) as reason:
+        if resume and not trainer.state.global_step:
+            raise  # the checkpoint was not loaded yet: again, the model in the folder is the better one
         stopped = reason
         say(console, "\nThe run stops here: saving the model as it is now.")
     clock.measure("saving", lambda: trainer.save_model(str(folder)))
@@ -100,6 +111,7 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
     interrupted = isinstance(stopped, KeyboardInterrupt)
     # A weighted reward whose answers all score 0 at the start looks like an accuracy until the second evaluation.
     is_accuracy = all(result.is_accuracy for result in (before, after) if result is not None)
+    trainer.run_folder.write_text("README.md", _card(recipe, trainer, before, after, is_accuracy=is_accuracy))
     _write_summary(trainer, clock, before, after, is_accuracy=is_accuracy, interrupted=interrupted)
     if before is not None and after is not None:
         _report(console, before, after, is_accuracy=is_accuracy)
@@ -135,8 +147,19 @@ def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
     return recipe.model_copy(update={"training": {"logging_steps": 1, **recipe.training, "output_dir": folder}})
 
 
-def _write_recipe(recipe: Recipe, folder: Path) -> None:
-    (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+def _one_voice(config: GRPOConfig, console: Console) -> Console:
+    """Of several processes the first one talks."""
+    if config.process_index == 0:
+        return console
+    logger.setLevel(logging.ERROR)
+    set_verbosity_error()
+    return Console(quiet=True)
+
+
+def _one_folder(recipe: Recipe, config: GRPOConfig) -> Recipe:
+    """The run folder of the first process for all: each of them looked for a fresh name at its own time."""
+    (config.output_dir,) = broadcast_object_list([config.output_dir])
+    return recipe.model_copy(update={"training": {**recipe.training, "output_dir": config.output_dir}})
 
 
 def _with_weights(training: Mapping[str, Any], weights: list[float]) -> dict[str, Any]:
@@ -214,6 +237,8 @@ def _held_out(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Callable[[str
             sampling=sampling,
             weights=config.reward_weights,
             rows_at_once=trainer.eval_rows_at_once(),
+            world_size=config.world_size,
+            rank=config.process_index,
         )
         records = [group_record(group, trainer.rewards.names) for group in result.groups]
         trainer.run_folder.write_json(f"eval_{when}.json", {**result.as_dict(result.is_accuracy), "groups": records})
@@ -222,10 +247,10 @@ def _held_out(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Callable[[str
     return run
 
 
-def _run_training(trainer: GRPOTrainer, console: Console, resume: bool) -> None:
+def _run_training(trainer: GRPOTrainer, console: Console, checkpoint: str | None) -> None:
     with step_bar(console) as bar:
         trainer.add_callback(ProgressLines(console, bar))
-        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.train(resume_from_checkpoint=checkpoint)
 
 
 def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_rows: Rows) -> None:
@@ -267,6 +292,41 @@ def _write_summary(
     trainer.run_folder.write_json("summary.json", summary)
 
 
+def _card(
+    recipe: Recipe,
+    trainer: GRPOTrainer,
+    before: HeldOutResult | None,
+    after: HeldOutResult | None,
+    *,
+    is_accuracy: bool,
+) -> str:
+    folder = trainer.run_folder.path
+    base = HUB_ID if recipe.model == "default" else recipe.model
+    what = "accuracy" if is_accuracy else "mean reward"
+    results = {}
+    if before is not None and after is not None:
+        results = {
+            f"held-out {what} before": _shown(before, is_accuracy),
+            f"held-out {what} after": _shown(after, is_accuracy),
+            "change": _change(before, after, is_accuracy=is_accuracy),
+        }
+    source = f"the task {recipe.task}" if recipe.task else recipe.dataset.path  # type: ignore[union-attr]
+    kwargs = trainer.config.chat_template_kwargs
+    return model_card(
+        title=folder.resolve().name,
+        folder=str(folder),
+        base_model=base,
+        is_adapter=hasattr(trainer.model, "peft_config"),
+        summary=f"{base}, trained for {trainer.state.global_step} steps of GRPO on {source}; rewards: "
+        f"{', '.join(trainer.rewards.names)}.",
+        results=results,
+        recipe=to_yaml(recipe, with_defaults=False),
+        example=trainer.train_rows[0].content,
+        max_new_tokens=trainer.config.max_completion_length,
+        chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None,
+    )
+
+
 def peak_rss_bytes() -> int:
     """Largest resident size of this process so far; Linux counts it in KiB, macOS in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -275,12 +335,16 @@ def peak_rss_bytes() -> int:
 
 def _report(console: Console, before: HeldOutResult, after: HeldOutResult, *, is_accuracy: bool) -> None:
     console.print(_examples(before, after))
-    change = paired_difference(before.scores, after.scores)
     what = "held-out accuracy" if is_accuracy else "held-out mean reward"
     say(console, f"[bold]{what}[/]  before {_shown(before, is_accuracy)}")
     say(console, f"{' ' * len(what)}  after  {_shown(after, is_accuracy)}")
+    say(console, f"change    {_change(before, after, is_accuracy=is_accuracy)}")
+
+
+def _change(before: HeldOutResult, after: HeldOutResult, *, is_accuracy: bool) -> str:
+    change = paired_difference(before.scores, after.scores)
     unit = (lambda value: f"{value * 100:+.1f} points") if is_accuracy else (lambda value: f"{value:+.2f}")
-    say(console, f"change    {unit(change.mean)}, 95 % interval {unit(change.low)} to {unit(change.high)}, by prompt")
+    return f"{unit(change.mean)}, 95 % interval {unit(change.low)} to {unit(change.high)}, by prompt"
 
 
 def _warn_without_signal(console: Console, trainer: GRPOTrainer) -> None:
@@ -308,7 +372,10 @@ def _with_reward(group: Any) -> str:
 
 
 def _shown(result: HeldOutResult, is_accuracy: bool) -> str:
-    interval = result.interval
+    interval, prompts = result.interval, len(result.groups)
+    samples = f"{interval.n} samples"
+    if prompts < FEW_PROMPTS:
+        samples += f" of only {prompts} prompt{'s' if prompts > 1 else ''}, too few for the interval to mean much"
     if is_accuracy:
-        return f"{interval.mean:.1%} (95 % interval {interval.low:.1%} to {interval.high:.1%}, {interval.n} samples)"
-    return f"{interval.mean:.2f} (95 % interval {interval.low:.2f} to {interval.high:.2f}, {interval.n} samples)"
+        return f"{interval.mean:.1%} (95 % interval {interval.low:.1%} to {interval.high:.1%}, {samples})"
+    return f"{interval.mean:.2f} (95 % interval {interval.low:.2f} to {interval.high:.2f}, {samples})"

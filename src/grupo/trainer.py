@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,11 +30,21 @@ from grupo.data.prompts import (
     check_for_images,
     check_token_ids,
     column_names,
+    plain_rows,
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
-from grupo.models.load import base_model, check_trainable, context_length, name_of, stop_token_ids, vocabulary_size
+from grupo.models.load import (
+    adapter_settings,
+    base_model,
+    check_stop_token_ids,
+    check_trainable,
+    context_length,
+    name_of,
+    stop_token_ids,
+    vocabulary_size,
+)
 from grupo.models.memory import default_token_budget
 from grupo.models.reference import ReferencePolicy
 from grupo.records import Sample
@@ -69,6 +80,7 @@ from grupo.trainer_parts import (
     objective,
     one_item_per_step,
     only_item,
+    plain_datasets,
     policy,
     prompt_stream,
     refill,
@@ -134,6 +146,7 @@ class GRPOTrainer(Trainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if args is None:
             name = model if isinstance(model, str) else name_of(model)
             args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
@@ -146,6 +159,7 @@ class GRPOTrainer(Trainer):
             logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
             processing_class = tokenizer
         self.rewards = reward_runner(reward_funcs, args)
+        train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
         # What can be refused without the model is refused before it is loaded.
         num_prompts = None if train_dataset is None else dataset_length(train_dataset)
         self.plan = StepPlan.from_config(args, num_prompts=num_prompts)
@@ -158,6 +172,7 @@ class GRPOTrainer(Trainer):
         self.trainable_parameters, self.total_parameters = check_trainable(model)
         self.context_length = context_length(model)
         self.vocabulary_size = vocabulary_size(model)
+        check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
         self.tokenizer = tokenizer_of(model, args, processing_class)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
         self.stop_token_ids = stop_token_ids(self.tokenizer, model)
@@ -181,7 +196,7 @@ class GRPOTrainer(Trainer):
             callbacks=[*(callbacks or []), LastStepIsLogged()],
             optimizers=optimizers,
         )
-        check_optimizer(optimizers[0], self.model)
+        check_optimizer(optimizers[0], self.model, args)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one "
@@ -201,6 +216,7 @@ class GRPOTrainer(Trainer):
             prompt_text=self.prompt_tokenizer.text,
             all_gather=self._all_gather,
             run_seed=args.seed,
+            tells=self.args.process_index == 0,
         )
         self.entropy_controller = entropy_controller(args)
         self.policy_update = self._policy_update()
@@ -416,6 +432,7 @@ class GRPOTrainer(Trainer):
         for known, rows in self._eval_rows:
             if known is dataset:
                 return rows
+        dataset = plain_rows(dataset)
         self._check_columns(None, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 
@@ -432,7 +449,7 @@ class GRPOTrainer(Trainer):
         Args:
             resume_from_checkpoint: a checkpoint's folder, or True for the newest one in `output_dir` that is complete.
         """
-        checkpoint = self._checkpoint(resume_from_checkpoint)
+        checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
         self.open_run_folder(resumed=checkpoint is not None)
         if not self.told_plan:
             self.told_plan = True
@@ -451,19 +468,33 @@ class GRPOTrainer(Trainer):
         finally:
             self.run_folder.is_open = False
 
-    def _checkpoint(self, wanted: str | bool | None) -> str | None:
-        """The folder to resume from; None for a fresh run."""
+    def checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint that a run goes on from, checked; None for a fresh run.
+
+        Args:
+            wanted: as in `train`.
+
+        Raises:
+            ConfigError: there is none, it is damaged, or it belongs to a run with other settings.
+        """
         if not wanted:
             return None
-        if wanted is True:
-            return str(last_complete_checkpoint(Path(self.args.output_dir)))
-        missing = unfinished(Path(wanted))
+        folder = last_complete_checkpoint(Path(self.args.output_dir)) if wanted is True else Path(wanted)
+        missing = unfinished(folder)
         if missing:
             raise ConfigError(
-                f"The checkpoint {wanted} cannot be resumed from: {', '.join(missing)} missing or empty. It is no "
-                "checkpoint, was not written to its end, or was made with save_only_model=True."
+                f"The checkpoint {folder} cannot be resumed from: {', '.join(missing)} missing, empty or cut short. It "
+                "is no checkpoint, was not written to its end, or was made with save_only_model=True."
             )
-        return str(wanted)
+        self._checkpoint_state(folder)
+        return str(folder)
+
+    def _checkpoint_state(self, folder: Path) -> dict[str, Any] | None:
+        """What this process saved in a checkpoint, of a run with the same settings; None where there is nothing."""
+        state = load_state(folder, rank=self.args.process_index, world_size=self.args.world_size)
+        if state is not None:
+            check_fingerprint(folder, state.get("fingerprint", {}), self._fingerprint())
+        return state
 
     def open_run_folder(self, *, resumed: bool = False) -> None:
         """Moves an earlier run aside and writes the manifest. `train` calls it, unless it was called before."""
@@ -560,11 +591,11 @@ class GRPOTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        state = load_state(Path(checkpoint), rank=self.args.process_index, world_size=self.args.world_size)
+        self.run_folder.cut_back(self.state.global_step)
+        state = self._checkpoint_state(Path(checkpoint))
         if state is None:
             self.prompt_stream.load_state_dict(None)
             return
-        check_fingerprint(Path(checkpoint), state.get("fingerprint", {}), self._fingerprint())
         self.prompt_stream.load_state_dict(state.get("prompt_stream"))
         self._window = state["window"]
         if self.entropy_controller is not None and state["entropy_controller"] is not None:
@@ -585,6 +616,10 @@ class GRPOTrainer(Trainer):
             "data_seed": self.config.resolved_data_seed,
             "temperature": self.config.training_temperature,
             "beta": self.config.beta,
+            "optim": getattr(self.config.optim, "value", self.config.optim),
+            **adapter_settings(self.model),
+            "parameters": self.total_parameters,
+            "trainable_parameters": self.trainable_parameters,
             **{name: getattr(self.config, name) for name in SIGNAL_FIELDS},
         }
 

@@ -13,11 +13,12 @@ from grupo.algo.entropy import EntropyController
 from grupo.algo.losses import Objective
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import AdaptiveStream, Curriculum
-from grupo.data.prompts import PromptStream, TokenizedRow
+from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, UnsupportedError
 from grupo.metrics import AllGather
-from grupo.models.load import add_adapter, load_policy, load_tokenizer
+from grupo.models.load import add_adapter, check_causal, load_policy, load_tokenizer
 from grupo.models.reference import ReferencePolicy
+from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.records import Sample
 from grupo.rewards.runner import RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
@@ -75,6 +76,7 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
             "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
             "given. Pass the model's name, or load it with these arguments yourself."
         )
+    check_causal(model)
     return model if peft_config is None else add_adapter(model, peft_config)
 
 
@@ -92,13 +94,14 @@ def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTr
     return processing_class
 
 
-def check_optimizer(optimizer: Any, model: Any) -> None:
+def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
     """An optimizer that was made for other parameters would move none of those that have gradients.
 
     Raises:
-        ConfigError: it lacks trainable parameters of the model.
+        ConfigError: it lacks trainable parameters of the model; None was given, and `optim` does not fit the model.
     """
     if optimizer is None:
+        check_optimizer_arguments(config, model)
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -257,6 +260,13 @@ def check_best_metric(config: GRPOConfig, eval_dataset: Any) -> None:
 
 def named_datasets(dataset: Any) -> Mapping[str, Any]:
     return dataset if isinstance(dataset, Mapping) else {"": dataset}
+
+
+def plain_datasets(dataset: Any) -> Any:
+    """One dataset or several by name, pandas tables as rows."""
+    if isinstance(dataset, Mapping):
+        return {name: plain_rows(part) for name, part in dataset.items()}
+    return plain_rows(dataset)
 
 
 def dataset_length(dataset: Any) -> int:

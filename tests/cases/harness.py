@@ -43,6 +43,9 @@ SETTINGS: dict[str, Any] = {
     "use_cpu": True,
 }
 ROWS = [{"prompt": "ab"}, {"prompt": "cde"}]
+# Completions of both prompts, and rewards for them.
+SCRIPT = {"ab": ["a</s>", "bb</s>", "c</s>", "dd</s>"], "cde": ["e</s>", "ff</s>", "g</s>", "hh</s>"]}
+SCORES = [1.0, 0.0, 0.5, 2.0, 0.0, 1.0, 1.0, 3.0]
 
 
 def ids_of(text: str, tokenizer: Any = TOK) -> list[int]:

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from cases.harness import (
+    SCORES,
+    SCRIPT,
     advantages_of,
     all_finite,
     completions_of,
@@ -25,9 +27,6 @@ from cases.harness import (
     unchanged,
 )
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
-
-SCORES = [1.0, 0.0, 0.5, 2.0, 0.0, 1.0, 1.0, 3.0]
-SCRIPT = {"ab": ["a</s>", "bb</s>", "c</s>", "dd</s>"], "cde": ["e</s>", "ff</s>", "g</s>", "hh</s>"]}
 
 
 def length(completions, bonus=0.0, **columns):

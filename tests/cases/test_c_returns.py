@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from cases.harness import (
+    SCORES,
+    SCRIPT,
     advantages_of,
     all_finite,
     completions_of,
@@ -27,8 +29,6 @@ from cases.harness import (
 )
 from grupo.errors import RewardError
 
-SCRIPT = {"ab": ["a</s>", "bb</s>", "c</s>", "dd</s>"], "cde": ["e</s>", "ff</s>", "g</s>", "hh</s>"]}
-SCORES = [1.0, 0.0, 0.5, 2.0, 0.0, 1.0, 1.0, 3.0]
 WHOLE = [1, 0, 0, 2, 0, 1, 1, 3]
 
 VALID = {

@@ -173,7 +173,7 @@ def test_an_exception_fails_the_function_and_not_the_others() -> None:
     (failure,) = table.failures
     assert (failure.name, failure.kind, failure.rows) == ("broken", "exception", (0, 1))
     assert "KeyError: 'gold'" in failure.message
-    assert 'raise KeyError("gold")' in failure.traceback and "rewards/runner.py" not in failure.traceback
+    assert 'raise KeyError("gold")' in failure.traceback and "rewards/calls.py" not in failure.traceback
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])

@@ -76,15 +76,15 @@ def compute_advantages(
 
     groups = _Groups(ids)
     rewards, magnitude = _weighted_sum(scores, weighting)
-    of_rewards = groups.statistics(rewards, magnitude)
-    advantages = AGGREGATIONS[aggregation](scores, weighting, groups, scale, epsilon)
+    totals = _Totals(rewards, groups.statistics(rewards, magnitude))
+    advantages = AGGREGATIONS[aggregation](totals, scores, weighting, groups, scale, epsilon)
     return Advantages(
         advantages=advantages,
         rewards=rewards,
         scored=~rewards.isnan(),
         live=groups.any(advantages != 0),
-        group_mean=of_rewards.mean,
-        group_std=of_rewards.std,
+        group_mean=totals.group.mean,
+        group_std=totals.group.std,
     )
 
 
@@ -97,6 +97,14 @@ class _Statistics:
     """With Bessel's correction; 0 where all are equal, NaN below two known values."""
     all_equal: Tensor
     """bool, the known values of the group are equal up to rounding; a single one is, and so is none."""
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """The weighted totals of the rows, (B,), and their statistics by group."""
+
+    rewards: Tensor
+    group: _Statistics
 
 
 class _Groups:
@@ -132,25 +140,28 @@ class _Groups:
         return (hits > 0)[self._group_of_row]
 
 
-def _sum_then_normalize(scores: Tensor, weighting: Tensor, groups: _Groups, scale: str, epsilon: float) -> Tensor:
+def _sum_then_normalize(
+    totals: _Totals, scores: Tensor, weighting: Tensor, groups: _Groups, scale: str, epsilon: float
+) -> Tensor:
     """(B,) the total reward's distance from its group's mean, over the spread that `scale` names."""
-    rewards, magnitude = _weighted_sum(scores, weighting)
-    group = groups.statistics(rewards, magnitude)
-    return _signal((rewards - group.mean) / SCALES[scale](rewards, group, epsilon), group)
+    spread = SCALES[scale](totals.rewards, totals.group, epsilon)
+    return _signal((totals.rewards - totals.group.mean) / spread, totals.group)
 
 
-def _normalize_then_sum(scores: Tensor, weighting: Tensor, groups: _Groups, scale: str, epsilon: float) -> Tensor:
+def _normalize_then_sum(
+    totals: _Totals, scores: Tensor, weighting: Tensor, groups: _Groups, scale: str, epsilon: float
+) -> Tensor:
     """(B,) every reward function on its own scale within the group, added up, then on the scale of the batch."""
     columns = []
     for column in scores.unbind(dim=1):
         own = groups.statistics(column, column.abs())
         normalized = _signal((column - own.mean) / (own.std + epsilon), own)
         columns.append(normalized.masked_fill(column.isnan(), torch.nan))
-    totals, magnitude = _weighted_sum(torch.stack(columns, dim=1), weighting)
-    return _signal((totals - totals.nanmean()) / (_batch_std(totals) + epsilon), groups.statistics(totals, magnitude))
+    sums, magnitude = _weighted_sum(torch.stack(columns, dim=1), weighting)
+    return _signal((sums - sums.nanmean()) / (_batch_std(sums) + epsilon), groups.statistics(sums, magnitude))
 
 
-AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, _Groups, str, float], Tensor]] = {
+AGGREGATIONS: dict[str, Callable[[_Totals, Tensor, Tensor, _Groups, str, float], Tensor]] = {
     "sum_then_normalize": _sum_then_normalize,
     "normalize_then_sum": _normalize_then_sum,
 }

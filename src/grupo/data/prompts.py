@@ -25,11 +25,25 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
 
 
+class NumberedRows(list[dict[str, Any]]):
+    """A part of a dataset whose rows keep the numbers that they have in it, for what is said about them."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]], numbers: Iterable[int]) -> None:
+        super().__init__(rows)
+        self.numbers = tuple(numbers)
+
+
+def row_numbers(dataset: Rows) -> Sequence[int]:
+    """What the rows of a dataset are called, counted from 0."""
+    return dataset.numbers if isinstance(dataset, NumberedRows) else range(len(dataset))
+
+
 @dataclass(frozen=True)
 class TokenizedRow:
     """A dataset row that can be drawn as a prompt."""
 
     row: int
+    """Its number in the dataset that the user has, counted from 0."""
     token_ids: tuple[int, ...]
     content: str | list[dict[str, Any]]
     columns: Mapping[str, Any]
@@ -88,15 +102,30 @@ class PromptTokenizer:
         return tuple(encoded["input_ids"])
 
 
+def plain_rows(dataset: Any) -> Any:
+    """A pandas table as a list of rows, with None where a value is missing; anything else as it is."""
+    if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
+        return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
+    return dataset
+
+
 def column_names(dataset: Rows) -> list[str]:
     """The columns of a dataset that reward functions get: all but `prompt`. Looks at the first row at most.
 
     Raises:
-        DataError: the dataset is empty, or has no `prompt`.
+        DataError: the dataset is empty, its rows are no dicts, or it has no `prompt`.
     """
     if not len(dataset):
         raise DataError("The dataset has no rows. Give at least as many prompts as one rollout needs.")
-    names = list(getattr(dataset, "column_names", None) or dataset[0])
+    names = getattr(dataset, "column_names", None)
+    if not names:
+        first = dataset[0]
+        if not isinstance(first, Mapping):
+            raise DataError(
+                f"The rows of the dataset are {type(first).__name__}; they must be dicts with a `prompt`, as in "
+                '[{"prompt": "..."}] or a datasets.Dataset.'
+            )
+        names = list(first)
     if "prompt" not in names:
         raise DataError(
             f"The dataset has no column `prompt`; its columns are {sorted(names)}. Rename the column that holds the "
@@ -113,14 +142,18 @@ def tokenize_rows(dataset: Rows, tokenizer: PromptTokenizer) -> list[TokenizedRo
             has no tokens.
     """
     names = column_names(dataset)
-    return [_tokenize_row(index, dataset[index], names, tokenizer) for index in range(len(dataset))]
+    numbers = row_numbers(dataset)
+    return [_tokenize_row(number, dataset[index], names, numbers[0], tokenizer) for index, number in enumerate(numbers)]
 
 
-def _tokenize_row(index: int, row: Mapping[str, Any], names: Sequence[str], tokenizer: PromptTokenizer) -> TokenizedRow:
+def _tokenize_row(
+    index: int, row: Mapping[str, Any], names: Sequence[str], first: int, tokenizer: PromptTokenizer
+) -> TokenizedRow:
+    """Row `index`, which must have the columns `names` of the row `first`."""
     if row.keys() != {"prompt", *names}:
         raise DataError(
-            f"Row {index} has the columns {sorted(row)}, and row 0 has {sorted(['prompt', *names])}: reward functions "
-            "get one list per column. Give every row the same columns, with None where a value is missing."
+            f"Row {index} has the columns {sorted(row)}, and row {first} has {sorted(['prompt', *names])}: reward "
+            "functions get one list per column. Give every row the same columns, with None where a value is missing."
         )
     content = _checked_content(index, row["prompt"])
     token_ids = tokenizer(content)

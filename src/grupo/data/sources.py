@@ -6,13 +6,16 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grupo.data.prompts import NumberedRows
 from grupo.data.tasks import make_task
 from grupo.errors import DataError
+from grupo.hub import is_out_of_reach
 
 if TYPE_CHECKING:
     from grupo.recipe import DatasetSpec, Recipe
 
 LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+TEXT_SUFFIXES = (".json", ".jsonl", ".csv")
 
 
 def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -32,11 +35,9 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
         raise DataError(
             f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has {len(rows)} rows."
         )
-    chosen = set(random.Random(f"held out, seed {seed}").sample(range(len(rows)), spec.held_out))
-    return (
-        [row for index, row in enumerate(rows) if index not in chosen],
-        [row for index, row in enumerate(rows) if index in chosen],
-    )
+    held_out = sorted(random.Random(f"held out, seed {seed}").sample(range(len(rows)), spec.held_out))
+    kept = sorted(set(range(len(rows))).difference(held_out))
+    return NumberedRows([rows[i] for i in kept], kept), NumberedRows([rows[i] for i in held_out], held_out)
 
 
 def _load(spec: DatasetSpec) -> Any:
@@ -46,10 +47,27 @@ def _load(spec: DatasetSpec) -> Any:
     path = Path(spec.path)
     if path.suffix in LOADERS and not path.is_file():
         raise DataError(f"dataset.path={spec.path!r} is no file.")
+    if path.suffix in TEXT_SUFFIXES:
+        _check_utf8(path)
+    is_split_less = (path / "state.json").exists()
+    if is_split_less and spec.split != "train":
+        raise DataError(
+            f"dataset.split={spec.split!r}: {spec.path} is one saved dataset without splits. Leave dataset.split out."
+        )
+    if spec.name is not None and (path.suffix in LOADERS or path.exists()):
+        raise DataError(
+            f"dataset.name={spec.name!r} has no effect: {spec.path} is local, and only datasets on the Hub have "
+            "configurations. Leave dataset.name out."
+        )
+    if is_out_of_reach(spec.path) and not _is_cached(spec.path):
+        raise DataError(
+            f"dataset.path={spec.path!r} is no file or folder here, and the Hub cannot be reached. Connect to the "
+            "network, or give the path of a local file."
+        )
     try:
         if path.suffix in LOADERS:
-            return datasets.load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
-        if (path / "state.json").exists():
+            return datasets.load_dataset(LOADERS[path.suffix], data_files=str(path), split=spec.split)
+        if is_split_less:
             return datasets.load_from_disk(str(path))
         if (path / "dataset_dict.json").exists():
             return datasets.load_from_disk(str(path / spec.split))
@@ -57,6 +75,27 @@ def _load(spec: DatasetSpec) -> Any:
     except (DatasetsError, OSError, ValueError, StopIteration) as error:  # StopIteration: an empty file
         reason = str(error.__cause__ or error).strip().partition("\n")[0] or "it is empty"
         raise DataError(f"dataset.path={spec.path!r} cannot be read: {reason}") from error
+
+
+def _is_cached(name: str) -> bool:
+    """Whether an earlier run has prepared the dataset, which can then be used without the Hub."""
+    from datasets import config
+
+    return (Path(config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()
+
+
+def _check_utf8(path: Path) -> None:
+    """The reader of JSON would notice only when rows are used, without a word about where."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"dataset.path={str(path)!r}: line {number} is not in UTF-8 (byte {error.start + 1} of it is "
+                    f"0x{line[error.start]:02x}). Convert the file first, for example by "
+                    f"iconv -f latin1 -t utf-8 {path.name}."
+                ) from None
 
 
 def _check_columns(names: list[str], spec: DatasetSpec) -> None:

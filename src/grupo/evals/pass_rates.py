@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from grupo.data.curriculum import is_success
+from grupo.data.prompts import plain_rows, row_numbers
 from grupo.rollout.deal import even_share
 from grupo.rollout.slots import AdvantageSettings
 
@@ -34,6 +35,7 @@ def measured_pass_rates(
         RewardError: a reward function broke the contract, or failed on more answers than `max_failed_reward_share`.
     """
     config, world_size = trainer.config, trainer.args.world_size
+    dataset = plain_rows(dataset)
     prompts = [row.draw(row.row) for row in trainer.tokenized_rows(dataset, "measured")]
     result = trainer.collector.collect(
         prompts,
@@ -50,8 +52,9 @@ def measured_pass_rates(
         rows_at_once=trainer.plan.completions_per_rollout // world_size,
     )
     rates: list[float | None] = [None] * len(dataset)
+    place = {number: place for place, number in enumerate(row_numbers(dataset))}
     for prompt, rewards in result.outcomes:
         known = [is_success(reward, success_reward) for reward in rewards if reward is not None]
         if known:
-            rates[prompt.row] = sum(known) / len(known)
+            rates[place[prompt.row]] = sum(known) / len(known)
     return rates

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.hub import is_out_of_reach
 
 logger = logging.getLogger("grupo")
 
@@ -37,13 +38,65 @@ def load_policy(
         kwargs["attn_implementation"] = "sdpa"
     if quantization_config is not None:
         kwargs["quantization_config"] = quantization_config
+    loader: Any = AutoModelForCausalLM
+    from_cache = is_out_of_reach(name_or_path)
+    if from_cache:
+        kwargs["local_files_only"] = True
+        # The look for an adapter has keywords of its own.
+        kwargs["adapter_kwargs"] = {**kwargs.get("adapter_kwargs", {}), "local_files_only": True}
     try:
-        return AutoModelForCausalLM.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
+        model, report = loader.from_pretrained(
+            name_or_path, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
+        )
     except (OSError, ValueError) as error:
+        if from_cache:
+            raise ConfigError(_not_in_cache("model", name_or_path)) from error
         raise ConfigError(
-            f"The model {name_or_path!r} cannot be loaded: {_first_line(error)} Set `model` to a folder with a "
-            "config.json and weights, or to a name on the Hub."
+            f"The model {name_or_path!r} cannot be loaded: {_first_line(error)} Set `model` to a causal language "
+            "model: a folder with a config.json and weights, or a name on the Hub."
         ) from error
+    _check_head(model, name_or_path, report["missing_keys"])
+    return model
+
+
+def _check_head(model: Any, name: str, missing_keys: Iterable[str]) -> None:
+    """The weights of a bare decoder load into a causal language model, with a head of random numbers."""
+    head = model.get_output_embeddings()
+    missing = set(missing_keys)
+    for key, parameter in model.named_parameters():
+        if key in missing and head is not None and parameter is getattr(head, "weight", None):
+            raise ConfigError(
+                f"The weights of {name!r} have no language model head ({key} is missing), so it would start from "
+                "random numbers. Save the model from AutoModelForCausalLM, or take one that has its head."
+            )
+
+
+def check_causal(model: Any) -> None:
+    """Only models that continue a text can be trained.
+
+    Raises:
+        UnsupportedError: an encoder-decoder model.
+        ConfigError: a model without a language model head.
+    """
+    base = base_model(model)
+    name = type(base).__name__
+    if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"The model is a {name}, which has an encoder and a decoder; this version of grupo trains models with a "
+            "decoder alone. Use one that AutoModelForCausalLM loads."
+        )
+    if hasattr(base, "can_generate") and not base.can_generate():
+        raise ConfigError(
+            f"The model is a {name}, which has no language model head and cannot continue a text. Load it with "
+            "AutoModelForCausalLM instead of AutoModel or another class."
+        )
+
+
+def _not_in_cache(what: str, name: str) -> str:
+    return (
+        f"The {what} {name!r} is no folder here, the Hub cannot be reached, and its cache on this machine does not "
+        "have all files. Connect to the network, or give the path of a local folder."
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -65,7 +118,7 @@ def load_tokenizer(
     """The tokenizer that belongs to `model`, by the name that it was loaded from.
 
     Raises:
-        ConfigError: the model does not know where it came from.
+        ConfigError: the model does not know where it came from, or there is no tokenizer there.
     """
     from transformers import AutoTokenizer
 
@@ -76,9 +129,21 @@ def load_tokenizer(
             "GRPOTrainer(..., processing_class=tokenizer)."
         )
     revision = (model_init_kwargs or {}).get("revision")
-    return AutoTokenizer.from_pretrained(
-        name, trust_remote_code=trust_remote_code, **({"revision": revision} if revision else {})
-    )
+    from_cache = is_out_of_reach(name)
+    try:
+        return AutoTokenizer.from_pretrained(
+            name,
+            trust_remote_code=trust_remote_code,
+            **({"revision": revision} if revision else {}),
+            **({"local_files_only": True} if from_cache else {}),
+        )
+    except (OSError, ValueError) as error:
+        if from_cache:
+            raise ConfigError(_not_in_cache("tokenizer", name)) from error
+        raise ConfigError(
+            f"The tokenizer of {name!r} cannot be loaded: {_first_line(error)} Save the tokenizer beside the model, or "
+            "pass it: GRPOTrainer(..., processing_class=tokenizer)."
+        ) from error
 
 
 def base_model(model: Any) -> Any:
@@ -95,7 +160,7 @@ def add_adapter(model: Any, peft_config: Any) -> Any:
     """The model with a fresh adapter.
 
     Raises:
-        ConfigError: the model has an adapter already.
+        ConfigError: the model has an adapter already, or none of its modules is named in `target_modules`.
         UnsupportedError: the adapter puts virtual tokens before the prompt.
     """
     from peft import get_peft_model, prepare_model_for_kbit_training
@@ -111,7 +176,14 @@ def add_adapter(model: Any, peft_config: Any) -> Any:
         raise UnsupportedError(_PROMPT_LEARNING)
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return get_peft_model(model, peft_config)
+    try:
+        return get_peft_model(model, peft_config)
+    except ValueError as error:  # target modules that match nothing, most of the time
+        linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        raise ConfigError(
+            f"The adapter cannot be added: {_first_line(error)} The linear layers of this model are called "
+            f"{', '.join(sorted(linear))}; 'all-linear' takes all but the head."
+        ) from error
 
 
 _PROMPT_LEARNING = (
@@ -145,6 +217,33 @@ def check_trainable(model: Any) -> tuple[int, int]:
     return trainable, total
 
 
+def adapter_settings(model: Any) -> dict[str, Any]:
+    """The configuration of the adapter in plain values, named as in `lora.r`, or that there is none."""
+    configs = getattr(model, "peft_config", None) or {}
+    settings: dict[str, Any] = {"adapter": "none" if not configs else type(next(iter(configs.values()))).__name__}
+    for config in configs.values():
+        kind = config.peft_type.value.lower()
+        for name, value in config.to_dict().items():
+            if name not in _NOT_ITS_FUNCTION:
+                settings[f"{kind}.{name}"] = _plain(value)
+    return settings
+
+
+_NOT_ITS_FUNCTION = frozenset(
+    {
+        *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "task_type", "inference_mode"),
+        *("init_lora_weights", "runtime_config", "peft_type"),
+    }
+)
+"""Settings of an adapter that say where it came from, or how it began, and not what it computes."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
 def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
     """Every id that ends a completion: the tokenizer's EOS and all of the model's generation_config (TRL PR #7039)."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -156,6 +255,20 @@ def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
             "will run to max_completion_length and count as truncated."
         )
     return tuple(sorted(ids))
+
+
+def check_stop_token_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
+    """Ids that the model has no token for would never stop anything.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    outside = [token for token in ids if vocabulary_size is not None and token >= vocabulary_size]
+    if outside:
+        raise ConfigError(
+            f"stop_token_ids has {outside}, and the model's tokens are 0 to {vocabulary_size - 1}: no completion could "  # type: ignore[operator]
+            "end by them. Take the ids from tokenizer.convert_tokens_to_ids(...)."
+        )
 
 
 def context_length(model: Any) -> int | None:

@@ -10,7 +10,8 @@ from grupo.rewards.length import (
 )
 from grupo.rewards.math import accuracy_reward, math_accuracy, number_match
 from grupo.rewards.registry import REWARDS, make_reward
-from grupo.rewards.runner import RewardFailure, RewardRunner, RewardTable, check_column_names, reward_name
+from grupo.rewards.results import RewardFailure, RewardTable
+from grupo.rewards.runner import RewardRunner, check_column_names, reward_name
 
 __all__ = [
     "REWARDS",

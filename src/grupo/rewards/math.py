@@ -51,7 +51,7 @@ class GoldReward(ABC):
         if unusable and not self.unusable_golds:
             warnings.warn(
                 f"{self.__name__} cannot read {len(unusable)} of {len(golds)} gold answers in '{self.gold_column}', "
-                f"the first is {_shown(unusable[0])}. It abstains on these completions, here and in later batches. "
+                f"the first is {shown_gold(unusable[0])}. It abstains on these completions, here and in later batches. "
                 f"{self.needs}",
                 stacklevel=2,
             )
@@ -60,6 +60,10 @@ class GoldReward(ABC):
 
     needs: str
     """One sentence: what a gold answer must be."""
+
+    @abstractmethod
+    def can_read(self, gold: Any) -> bool:
+        """Whether completions can be judged by this gold answer."""
 
     @abstractmethod
     def judge(self, text: str, gold: Any) -> float | None:
@@ -77,6 +81,9 @@ class NumberMatch(GoldReward):
 
     needs = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
 
+    def can_read(self, gold: Any) -> bool:
+        return gold_number(gold) is not None
+
     def judge(self, text: str, gold: Any) -> float | None:
         expected = gold_number(gold)
         return None if expected is None else float(last_number(text) == expected)
@@ -93,6 +100,9 @@ class MathAccuracy(GoldReward):
     def __init__(self, name: str, gold_column: str, require_box: bool) -> None:
         super().__init__(name, gold_column)
         self.require_box = require_box
+
+    def can_read(self, gold: Any) -> bool:
+        return read_gold(gold) is not None
 
     def judge(self, text: str, gold: Any) -> float | None:
         expected = read_gold(gold)
@@ -140,7 +150,8 @@ def accuracy_reward(
     return judge(completions, solution=solution)
 
 
-def _shown(gold: Any) -> str:
+def shown_gold(gold: Any) -> str:
+    """A gold answer as messages quote it."""
     if isinstance(gold, int) and gold.bit_length() > MAX_BITS:  # too long for Python to print
         return "an integer of more than 1,000 digits"
     return repr(gold)[:80]

@@ -15,21 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextvars
 import functools
 import inspect
-import math
 import threading
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from decimal import Decimal
-from numbers import Real
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
-from grupo.records import RewardStatus
+from grupo.rewards.calls import CallLog, Function, Job, Outcome, call_and_wait, call_here, call_in_thread, quoted
+from grupo.rewards.results import RewardTable, score_table
 
 _KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "prompt_texts")
 RESERVED_NAMES = frozenset({*_KEYWORDS, "environments"})
@@ -37,38 +32,6 @@ RESERVED_NAMES = frozenset({*_KEYWORDS, "environments"})
 
 LOOP_GRACE = 2.0
 """Seconds beyond the time-out until an event loop that does not react at all is given up."""
-
-FailureKind = Literal["exception", "timeout", "non_finite"]
-
-
-@dataclass(frozen=True)
-class RewardFailure:
-    """One way in which one reward function failed in one call."""
-
-    name: str
-    kind: FailureKind
-    rows: tuple[int, ...]
-    """The completions concerned."""
-    message: str
-    traceback: str = ""
-    """Of an exception: where it was raised."""
-
-
-@dataclass(frozen=True)
-class RewardTable:
-    """What K reward functions said about n completions."""
-
-    names: tuple[str, ...]
-    """(K,)"""
-    scores: list[tuple[float | None, ...]]
-    """(n, K); None where the status is not SCORED."""
-    statuses: list[tuple[RewardStatus, ...]]
-    """(n, K)"""
-    failures: tuple[RewardFailure, ...]
-    extras: dict[str, list[Any]]
-    """What functions logged per completion: column -> n values."""
-    metrics: dict[str, list[float]]
-    """What functions logged as numbers: name -> values."""
 
 
 class RewardRunner:
@@ -106,7 +69,7 @@ class RewardRunner:
             _check_is_function(function)
         self.names = _unique_names([reward_name(function) for function in functions])
         self.timeout = timeout
-        self._functions = [_Function.of(function, name) for function, name in zip(functions, self.names, strict=True)]
+        self._functions = [Function.of(function, name) for function, name in zip(functions, self.names, strict=True)]
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def check_columns(self, available: Iterable[str]) -> None:
@@ -122,8 +85,8 @@ class RewardRunner:
             missing = [name for name in function.required if name not in columns.union(_KEYWORDS)]
             if missing:
                 raise RewardError(
-                    f"Reward function '{function.name}' requires {_quoted(missing)}, which the dataset does not have. "
-                    f"Its columns are {_quoted(sorted(columns)) or 'none but the prompt'}. Rename the column or the "
+                    f"Reward function '{function.name}' requires {quoted(missing)}, which the dataset does not have. "
+                    f"Its columns are {quoted(sorted(columns)) or 'none but the prompt'}. Rename the column or the "
                     "parameter, or give the parameter a default."
                 )
 
@@ -170,28 +133,28 @@ class RewardRunner:
 
         jobs = []
         for function in self._functions:
-            log = _Log(function.name, count)
+            log = CallLog(function.name, count)
             keywords = function.select(
                 shared | {"trainer_state": trainer_state, "log_extra": log.extra, "log_metric": log.metric}
             )
-            jobs.append(_Job(function, keywords, log))
+            jobs.append(Job(function, keywords, log))
         self._run(jobs)
-        return _table(self.names, jobs, count)
+        return score_table(self.names, jobs, count)
 
-    def _run(self, jobs: Sequence[_Job]) -> None:
+    def _run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if not job.function.is_async:
-                job.outcome = _call_here(job) if self.timeout is None else _call_in_thread(job, self.timeout)
+                job.outcome = call_here(job) if self.timeout is None else call_in_thread(job, self.timeout)
         together = [job for job in jobs if job.function.is_async]
         if together:
             self._await_together(together)
 
-    def _await_together(self, jobs: Sequence[_Job]) -> None:
+    def _await_together(self, jobs: Sequence[Job]) -> None:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="grupo-async-rewards", daemon=True).start()
         started = time.monotonic()
-        futures = [asyncio.run_coroutine_threadsafe(_awaited(job, self.timeout), self._loop) for job in jobs]
+        futures = [asyncio.run_coroutine_threadsafe(call_and_wait(job, self.timeout), self._loop) for job in jobs]
         try:
             for job, future in zip(jobs, futures, strict=True):
                 limit = None if self.timeout is None else started + self.timeout + LOOP_GRACE - time.monotonic()
@@ -199,7 +162,7 @@ class RewardRunner:
                     job.outcome = future.result(None if limit is None else max(limit, 0.0))
                 except concurrent.futures.TimeoutError:
                     # A function blocks the loop itself. It cannot be stopped: the next call gets a new loop.
-                    job.outcome = _Outcome(timed_out=self.timeout)
+                    job.outcome = Outcome(timed_out=self.timeout)
                     self._loop = None
         finally:
             for future in futures:
@@ -211,7 +174,7 @@ def check_column_names(columns: Iterable[str]) -> None:
     clashes = sorted(RESERVED_NAMES.intersection(columns))
     if clashes:
         raise DataError(
-            f"Dataset column {_quoted(clashes)} cannot be handed to reward functions: they get a keyword of this name "
+            f"Dataset column {quoted(clashes)} cannot be handed to reward functions: they get a keyword of this name "
             "from the trainer. Rename or remove the column."
         )
 
@@ -223,286 +186,6 @@ def reward_name(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", None)
     name = name if isinstance(name, str) else type(function).__name__
     return "lambda" if name == "<lambda>" else name
-
-
-# Functions and calls -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Function:
-    """A reward function with what its signature says."""
-
-    call: Callable[..., Any]
-    name: str
-    is_async: bool
-    accepted: frozenset[str] | None
-    """Keywords it takes; None for any."""
-    named: frozenset[str]
-    """Keywords that its signature spells out."""
-    required: tuple[str, ...]
-    bound: frozenset[str]
-    """Keywords that a partial has fixed; a dataset column of that name must not replace them."""
-
-    @staticmethod
-    def of(call: Callable[..., Any], name: str) -> _Function:
-        inner: Any = call
-        bound: set[str] = set()
-        while isinstance(inner, functools.partial):
-            bound.update(inner.keywords)
-            inner = inner.func
-        is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-        try:
-            parameters = inspect.signature(call).parameters.values()
-        except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide
-            return _Function(call, name, is_async, None, frozenset(), (), frozenset(bound))
-        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-        if positional:
-            raise RewardError(
-                f"Reward function '{name}' takes {_quoted(positional)} by position only; reward functions are called "
-                "with keywords. Remove the '/' from its signature."
-            )
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        names = frozenset(parameter.name for parameter in named)
-        required = tuple(p.name for p in named if p.default is p.empty and p.name not in bound)
-        return _Function(call, name, is_async, None if takes_any else names, names, required, frozenset(bound))
-
-    def select(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the keywords that the function takes, lists and dictionaries copied."""
-        return {
-            name: _copied(value)
-            for name, value in keywords.items()
-            if name not in self.bound
-            and (self.accepted is None or name in self.accepted)
-            and (name != "prompt_texts" or name in self.named)
-        }
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """How one call ended: with a value, an error or a time-out."""
-
-    value: Any = None
-    error: str = ""
-    """Type and message of the exception."""
-    trace: str = ""
-    stop: RewardError | None = None
-    """An error that ends the run instead of failing the rows."""
-    timed_out: float | None = None
-    """The limit in seconds that was exceeded."""
-
-
-@dataclass
-class _Job:
-    function: _Function
-    keywords: dict[str, Any]
-    log: _Log
-    outcome: _Outcome = field(default_factory=_Outcome)
-
-
-class _Log:
-    """Takes `log_extra` and `log_metric` of one call. One per call, so that an abandoned one logs into the void."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.name = name
-        self.count = count
-        self.extras: dict[str, list[Any]] = {}
-        self.metrics: dict[str, list[float]] = {}
-
-    def extra(self, column: str, values: Any) -> None:
-        if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-            raise RewardError(
-                f"Reward function '{self.name}' called log_extra('{column}', ...) with a {type(values).__name__}; it "
-                f"takes a list of {self.count} values, one per completion."
-            )
-        values = list(values.tolist() if hasattr(values, "tolist") else values)
-        if len(values) != self.count:
-            raise RewardError(
-                f"Reward function '{self.name}' called log_extra('{column}', ...) with {len(values)} values for "
-                f"{self.count} completions; it takes one per completion."
-            )
-        self.extras[column] = values
-
-    def metric(self, name: str, value: Any) -> None:
-        number = _as_number(value)
-        if number is None:
-            raise RewardError(
-                f"Reward function '{self.name}' called log_metric('{name}', ...) with {value!r:.80}, not a number."
-            )
-        self.metrics.setdefault(name, []).append(number)
-
-
-def _call_in_thread(job: _Job, timeout: float) -> _Outcome:
-    """Run a synchronous function in a daemon thread; leave it behind when it takes too long."""
-    outcomes: list[_Outcome] = []
-    done = threading.Event()
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            outcomes.append(_Outcome(context.run(job.function.call, **job.keywords)))
-        except BaseException as error:  # user code: even exit() in checked code must not end the run
-            outcomes.append(_failed(error))
-        done.set()
-
-    threading.Thread(target=work, name=f"grupo-reward-{job.function.name}", daemon=True).start()
-    # Waiting for an event with a limit, unlike joining a pool, lets Ctrl-C through to the main thread.
-    return outcomes[0] if done.wait(timeout) else _Outcome(timed_out=timeout)
-
-
-def _call_here(job: _Job) -> _Outcome:
-    try:
-        return _Outcome(job.function.call(**job.keywords))
-    except (Exception, SystemExit) as error:  # user code; Ctrl-C passes
-        return _failed(error)
-
-
-async def _awaited(job: _Job, timeout: float | None) -> _Outcome:
-    async def call() -> _Outcome:
-        try:
-            return _Outcome(await job.function.call(**job.keywords))
-        except BaseException as error:  # user code: it would end the loop's thread otherwise
-            return _failed(error)
-
-    task = asyncio.ensure_future(call())
-    # Not wait_for: that waits on for a task that ignores its cancellation, and its error looks like the function's own.
-    await asyncio.wait({task}, timeout=timeout)
-    if task.done():
-        return task.result()
-    task.cancel()
-    return _Outcome(timed_out=timeout)
-
-
-def _failed(error: BaseException) -> _Outcome:
-    """The outcome of an exception, as text: keeping the exception would keep every frame's variables alive."""
-    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of the fence
-    message = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if "signal only works in main thread" in message:
-        message += (
-            " (rewards run in a thread of their own because of the time-out; use a checker without signals, or set the "
-            "reward timeout to None)"
-        )
-    return _Outcome(
-        error=message,
-        trace="".join(traceback.format_exception(type(error), error, frames)),
-        stop=error if isinstance(error, RewardError) else None,
-    )
-
-
-# Results -------------------------------------------------------------------------------------------------------------
-
-
-def _table(names: tuple[str, ...], jobs: Sequence[_Job], count: int) -> RewardTable:
-    every_row = tuple(range(count))
-    scores: list[list[float | None]] = []
-    statuses: list[list[RewardStatus]] = []
-    failures: list[RewardFailure] = []
-    extras: dict[str, list[Any]] = {}
-    metrics: dict[str, list[float]] = {}
-    for job in jobs:
-        name, outcome = job.function.name, job.outcome
-        if outcome.stop is not None:
-            raise outcome.stop
-        if outcome.timed_out is not None:
-            message = f"'{name}' did not return within {outcome.timed_out:g} s and was left behind"
-            failures.append(RewardFailure(name, "timeout", every_row, message))
-        elif outcome.error:
-            message = f"'{name}' raised {outcome.error}"
-            failures.append(RewardFailure(name, "exception", every_row, message, outcome.trace))
-        if outcome.timed_out is not None or outcome.error:
-            scores.append([None] * count)
-            statuses.append([RewardStatus.FAILED] * count)
-            continue
-        values = _returned_values(outcome.value, count, name)
-        not_finite = [row for row, value in enumerate(values) if value is not None and not math.isfinite(value)]
-        if not_finite:
-            first = not_finite[0]
-            message = (
-                f"'{name}' returned {values[first]} for completion {first}, and no finite number for "
-                f"{len(not_finite)} of {count}; return None to abstain"
-            )
-            failures.append(RewardFailure(name, "non_finite", tuple(not_finite), message))
-        statuses.append([_status(value) for value in values])
-        scores.append([value if _status(value) is RewardStatus.SCORED else None for value in values])
-        for column, logged in job.log.extras.items():
-            extras[f"{name}/{column}" if column in extras else column] = logged
-        for metric, numbers in job.log.metrics.items():
-            metrics.setdefault(metric, []).extend(numbers)
-    return RewardTable(
-        names,
-        scores=list(zip(*scores, strict=True)),
-        statuses=list(zip(*statuses, strict=True)),
-        failures=tuple(failures),
-        extras=extras,
-        metrics=metrics,
-    )
-
-
-def _status(value: float | None) -> RewardStatus:
-    if value is None:
-        return RewardStatus.ABSTAINED
-    return RewardStatus.SCORED if math.isfinite(value) else RewardStatus.FAILED
-
-
-def _returned_values(returned: Any, count: int, name: str) -> list[float | None]:
-    """The n numbers or Nones that a function returned, not necessarily finite."""
-    expected = f"a list of {count} numbers, one per completion (None abstains)"
-    if returned is None:
-        raise RewardError(f"Reward function '{name}' returned None instead of {expected}. Does it lack a return?")
-    if isinstance(returned, Awaitable):
-        if inspect.iscoroutine(returned):
-            returned.close()
-        raise RewardError(
-            f"Reward function '{name}' returned something to await instead of {expected}: define it with 'async def'."
-        )
-    values = _listed(returned, count, name, expected)
-    if len(values) != count:
-        raise RewardError(
-            f"Reward function '{name}' returned {len(values)} rewards for {count} completions; it must return "
-            f"{expected}."
-        )
-    numbers: list[float | None] = []
-    for row, value in enumerate(values):
-        number = None if value is None else _as_number(value)
-        if number is None and value is not None:
-            raise RewardError(
-                f"Reward function '{name}' returned a {type(value).__name__} ({value!r:.60}) as reward {row}; it must "
-                f"return {expected}."
-            )
-        numbers.append(number)
-    return numbers
-
-
-def _listed(returned: Any, count: int, name: str, expected: str) -> list[Any]:
-    if isinstance(returned, (list, tuple)):
-        return list(returned)
-    shape = getattr(returned, "shape", None)
-    if shape is not None and hasattr(returned, "tolist"):  # a numpy array or torch tensor, without importing either
-        shape = tuple(shape)
-        if len(shape) == 1:
-            # A tensor that requires grad leaves its graph here.
-            return list((returned.detach() if hasattr(returned, "detach") else returned).tolist())
-        way_out = " Return it with .squeeze(1)." if len(shape) == 2 and shape[1] == 1 else ""
-        raise RewardError(
-            f"Reward function '{name}' returned an array of shape {shape}; it must return one of shape ({count},), or "
-            f"{expected}.{way_out}"
-        )
-    raise RewardError(f"Reward function '{name}' returned a {type(returned).__name__}; it must return {expected}.")
-
-
-def _as_number(value: Any) -> float | None:
-    """A Python, numpy or zero-dimensional torch number as a float; None for anything else."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, (Real, Decimal)):
-        return None
-    try:
-        return float(value)
-    except (OverflowError, ValueError):  # an integer beyond the floats, a signalling NaN of Decimal
-        return math.nan
-
-
-# Helpers -------------------------------------------------------------------------------------------------------------
 
 
 def _check_is_function(function: Any) -> None:
@@ -529,18 +212,3 @@ def _unique_names(names: Sequence[str]) -> tuple[str, ...]:
             candidate = f"{name}_{number}"
         unique.append(candidate)
     return tuple(unique)
-
-
-def _copied(value: Any) -> Any:
-    """Lists, tuples and dictionaries copied all the way down; everything else (images, states) is shared."""
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
-    if type(value) is tuple:
-        return tuple(_copied(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return value
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from grupo.data.prompts import Outcome, reward_columns
-from grupo.errors import RewardError
+from grupo.errors import RewardError, TrainingError
 from grupo.metrics import STEP_METRICS, AllGather, MetricSums, merged
 from grupo.records import Completion, Group, Prompt, RewardStatus, Rollout, Sample
-from grupo.rewards.runner import RewardRunner, RewardTable
+from grupo.rewards.results import RewardFailure, RewardTable
+from grupo.rewards.runner import RewardRunner
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
 from grupo.rollout.slots import AdvantageSettings, Earnings, Refill, Round, Row, Slots
 from grupo.sampling import SamplingSpec
@@ -50,6 +51,17 @@ class RolloutResult:
     seconds_rewarding: float
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one rank sampled, and what was said about it."""
+
+    rollouts: dict[int, Rollout]
+    """By completion number."""
+    table: RewardTable
+    seconds_generating: float
+    seconds_rewarding: float
+
+
 class RolloutCollector:
     """Samples completions, has them scored, and turns scores into advantages.
 
@@ -59,6 +71,7 @@ class RolloutCollector:
         prompt_text: the rendered prompt, handed to reward functions that ask for `prompt_texts`.
         all_gather: one object from each rank, in rank order; called the same number of times on every rank.
         run_seed: together with the prompt's draw it decides what is sampled.
+        tells: says what failed, on all ranks; one of them should.
     """
 
     def __init__(
@@ -69,12 +82,14 @@ class RolloutCollector:
         prompt_text: Callable[[Prompt], str],
         all_gather: AllGather,
         run_seed: int,
+        tells: bool = True,
     ) -> None:
         self.engine = engine
         self.rewards = rewards
         self.prompt_text = prompt_text
         self.all_gather = all_gather
         self.run_seed = run_seed
+        self.tells = tells
         self._told_about_abstentions = False
 
     def collect(
@@ -101,6 +116,7 @@ class RolloutCollector:
 
         Raises:
             RewardError: on every rank, if a reward function broke the contract on any of them, or failed too often.
+            TrainingError: sampling or scoring raised something else on another rank; here it is raised as it is.
         """
         slots = Slots(prompts, group_size=group_size, settings=settings)
 
@@ -142,6 +158,30 @@ class RolloutCollector:
         trainer_state: Any,
     ) -> Round:
         """Samples and scores this rank's completions `numbers`; every rank enters, with or without any."""
+        part: _Part | None = None
+        error: Exception | None = None
+        try:
+            part = self._own_part(prompts, numbers, group_size, sampling, purpose, rows_at_once, trainer_state)
+        except Exception as reason:  # whatever it is, the other ranks must hear of it before it goes on its way
+            error = reason
+        rows, logged, failures = self._exchange(part, error)
+        assert part is not None
+        if self.tells:
+            self._tell(rows, failures)
+        return Round(
+            part.rollouts, part.table.extras, rows, logged, failures, part.seconds_generating, part.seconds_rewarding
+        )
+
+    def _own_part(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        group_size: int,
+        sampling: SamplingSpec,
+        purpose: str,
+        rows_at_once: int | None,
+        trainer_state: Any,
+    ) -> _Part:
         started = time.perf_counter()
         chunk = rows_at_once or max(len(numbers), 1)
         completions = [
@@ -151,17 +191,14 @@ class RolloutCollector:
         ]
         generated = time.perf_counter()
         own_prompts = [prompts[number // group_size] for number in numbers]
-        table, error = self._score(own_prompts, completions, trainer_state)
-        rewarded = time.perf_counter()
+        table = self._score(own_prompts, completions, trainer_state)
         rollouts = {
             number: Rollout(prompt, completion, scores, statuses)
             for number, prompt, completion, scores, statuses in zip(
                 numbers, own_prompts, completions, table.scores, table.statuses, strict=True
             )
         }
-        rows, logged, failed_calls = self._exchange(rollouts, table, error)
-        self._tell(table)
-        return Round(rollouts, table.extras, rows, logged, failed_calls, generated - started, rewarded - generated)
+        return _Part(rollouts, table, generated - started, time.perf_counter() - generated)
 
     def _generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], group_size: int, sampling: SamplingSpec, purpose: str
@@ -180,39 +217,29 @@ class RolloutCollector:
             completions.update(zip(members, group, strict=True))
         return [completions[number] for number in numbers]
 
-    def _score(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion], trainer_state: Any
-    ) -> tuple[RewardTable, RewardError | None]:
-        """The scores of this rank, and the error, which is raised only after all ranks know of it."""
-        columns = reward_columns(prompts)
+    def _score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], trainer_state: Any) -> RewardTable:
         answers = [
             [{"role": "assistant", "content": completion.text}] if prompt.is_conversational else completion.text
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        try:
-            return (
-                self.rewards.score(
-                    prompts=[prompt.content for prompt in prompts],
-                    completions=answers,
-                    completion_ids=[list(completion.token_ids) for completion in completions],
-                    columns=columns,
-                    trainer_state=trainer_state,
-                    prompt_texts=[self.prompt_text(prompt) for prompt in prompts],
-                ),
-                None,
-            )
-        except RewardError as error:
-            return _all_failed(self.rewards.names, len(completions)), error
+        return self.rewards.score(
+            prompts=[prompt.content for prompt in prompts],
+            completions=answers,
+            completion_ids=[list(completion.token_ids) for completion in completions],
+            columns=reward_columns(prompts),
+            trainer_state=trainer_state,
+            prompt_texts=[self.prompt_text(prompt) for prompt in prompts],
+        )
 
-    def _tell(self, table: RewardTable) -> None:
-        """Says which completions of this rank will be missing from the loss, and why."""
-        count = len(table.statuses)
-        for failure in table.failures:
+    def _tell(self, rows: Mapping[int, Row], failures: Sequence[RewardFailure]) -> None:
+        """Says which completions, of all ranks, will be missing from the loss, and why."""
+        count = len(rows)
+        for failure in failures:
             logger.warning(
                 "Reward function %s: its reward failed on %d of %d completions, which are left out of the loss.%s",
                 failure.message, len(failure.rows), count, f"\n{failure.traceback}" if failure.traceback else "",
             )  # fmt: skip
-        abstained = sum(set(statuses) == {RewardStatus.ABSTAINED} for statuses in table.statuses)
+        abstained = sum(set(row.statuses) == {RewardStatus.ABSTAINED} for row in rows.values())
         if abstained and not self._told_about_abstentions:
             self._told_about_abstentions = True
             logger.warning(
@@ -221,9 +248,13 @@ class RolloutCollector:
             )  # fmt: skip
 
     def _exchange(
-        self, rollouts: Mapping[int, Rollout], table: RewardTable, error: RewardError | None
-    ) -> tuple[dict[int, Row], MetricSums, list[str]]:
-        """Of all ranks: the rows by completion number, what reward functions logged, and how some of them failed."""
+        self, part: _Part | None, error: Exception | None
+    ) -> tuple[dict[int, Row], MetricSums, list[RewardFailure]]:
+        """Of all ranks: the rows by completion number, what reward functions logged, and how some of them failed.
+
+        Raises:
+            Exception: `error`, or on the ranks without one of their own RewardError or TrainingError with its message.
+        """
         own_rows = [
             Row(
                 number=number,
@@ -234,32 +265,46 @@ class RolloutCollector:
                 scores=rollout.scores,
                 statuses=rollout.statuses,
             )
-            for number, rollout in rollouts.items()
+            for number, rollout in (part.rollouts.items() if part else ())
         ]
-        failed_calls = [f"{failure.name}: {failure.kind}, {failure.message}" for failure in table.failures]
-        # One collective that every rank enters whatever its reward functions did: no rank can be left waiting.
-        own_error = None if error is None else str(error)
-        gathered = self.all_gather((own_rows, table.metrics, failed_calls, own_error))
-        rank_rows, rank_metrics, rank_failed_calls, messages = zip(*gathered, strict=True)
-        for message in messages:
+        metrics, failures = (part.table.metrics, part.table.failures) if part else ({}, ())
+        # One collective that every rank enters whatever happened on it: no rank can be left waiting.
+        gathered = self.all_gather((own_rows, metrics, failures, _as_message(error)))
+        rank_rows, rank_metrics, rank_failures, messages = zip(*gathered, strict=True)
+        for rank, message in enumerate(messages):
             if message is not None:
-                raise error or RewardError(message)
+                raise error or _error_of(rank, message)
         logged = MetricSums()
         for metrics in rank_metrics:
             for name, values in metrics.items():
                 for value in values:
                     logged.add(name, value)
         rows = sorted(itertools.chain(*rank_rows), key=lambda row: row.number)
-        return {row.number: row for row in rows}, logged, list(itertools.chain(*rank_failed_calls))
+        return {row.number: row for row in rows}, logged, list(itertools.chain(*rank_failures))
+
+
+def _as_message(error: Exception | None) -> tuple[bool, str] | None:
+    """What other ranks are told: whether it is a RewardError, and the text."""
+    if error is None:
+        return None
+    is_reward_error = isinstance(error, RewardError)
+    return is_reward_error, str(error) if is_reward_error else f"{type(error).__name__}: {error}"
+
+
+def _error_of(rank: int, message: tuple[bool, str]) -> Exception:
+    is_reward_error, text = message
+    if is_reward_error:
+        return RewardError(text)
+    return TrainingError(f"Process {rank} could not sample or score its completions: {text}")
 
 
 def _check_failures(rounds: Sequence[Round], settings: AdvantageSettings) -> None:
     """Counts over all rounds: in one of a few completions a single failure would be a large share."""
     rows = [row for one in rounds for row in one.rows.values()]
-    failures = sum(row.failed for row in rows)
-    if failures > settings.max_failed_share * len(rows):
-        failed_calls = [call for one in rounds for call in one.failed_calls]
-        raise RewardError(_too_many_failures(failures, len(rows), settings.max_failed_share, failed_calls))
+    failed = sum(row.failed for row in rows)
+    if failed > settings.max_failed_share * len(rows):
+        failures = [failure for one in rounds for failure in one.failures]
+        raise RewardError(_too_many_failures(failed, len(rows), settings.max_failed_share, failures))
 
 
 def _outcomes(prompts: Sequence[Prompt], rows: Sequence[Row], earnings: Earnings) -> list[Outcome]:
@@ -343,16 +388,10 @@ def _std(values: Sequence[float]) -> float:
     return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
 
 
-def _all_failed(names: tuple[str, ...], count: int) -> RewardTable:
-    """Stands in for the scores of a rank whose reward functions broke the contract; nothing is trained on it."""
-    scores: tuple[float | None, ...] = (None,) * len(names)
-    statuses = (RewardStatus.FAILED,) * len(names)
-    return RewardTable(names, [scores] * count, [statuses] * count, (), {}, {})
-
-
-def _too_many_failures(failures: int, count: int, limit: float, failed_calls: Sequence[str]) -> str:
+def _too_many_failures(failed: int, count: int, limit: float, failures: Sequence[RewardFailure]) -> str:
+    calls = "; ".join(f"{failure.name}: {failure.kind}, {failure.message}" for failure in failures[:3])
     return (
-        f"{failures} of {count} completions have a failed reward ({failures / count:.0%}), more than "
-        f"max_failed_reward_share={limit:.0%}. {'; '.join(failed_calls[:3])}. Mend the reward function, let it return "
+        f"{failed} of {count} completions have a failed reward ({failed / count:.0%}), more than "
+        f"max_failed_reward_share={limit:.0%}. {calls}. Mend the reward function, let it return "
         "None where it does not apply, or raise max_failed_reward_share."
     )

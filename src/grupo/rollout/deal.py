@@ -1,4 +1,4 @@
-"""Which completions belong to which optimizer step and rank."""
+"""Which completions of a rollout window, or prompts of an evaluation, belong to which optimizer step and rank."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from grupo.algo.advantages import compute_advantages
 from grupo.algo.selection import max_variance_subset
 from grupo.metrics import MetricSums
 from grupo.records import Group, Prompt, RewardStatus, Rollout, Sample, group_by_prompt
+from grupo.rewards.results import RewardFailure
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Round:
     """Of all ranks, by completion number, in order."""
     logged: MetricSums
     """What reward functions logged as numbers, of all ranks."""
-    failed_calls: list[str]
+    failures: list[RewardFailure]
     """How some reward functions failed, of all ranks."""
     seconds_generating: float
     seconds_rewarding: float

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import textwrap
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ def load_state(folder: Path, *, rank: int, world_size: int) -> dict[str, Any] | 
     """The state of one rank as it was saved, `window` with records again; None where the checkpoint has none.
 
     Raises:
-        ConfigError: the checkpoint was written by another number of processes.
+        ConfigError: the checkpoint was written by another number of processes, or lacks the state of this one.
     """
     if not _path(folder, 0).is_file():
         return None
@@ -41,6 +44,8 @@ def load_state(folder: Path, *, rank: int, world_size: int) -> dict[str, Any] | 
             f"The checkpoint {folder} was written by {saved['world_size']} processes, and this run has {world_size}: "
             f"each process goes on with its own completions. Start it with {saved['world_size']}."
         )
+    if not _path(folder, rank).is_file():
+        raise ConfigError(f"The checkpoint {folder} lacks {_path(folder, rank).name}, the state of process {rank}.")
     state: dict[str, Any] = (
         saved if rank == 0 else torch.load(_path(folder, rank), map_location="cpu", weights_only=True)
     )
@@ -57,7 +62,9 @@ def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, 
         ConfigError: a setting that decides about them has changed.
     """
     changed = [
-        f"{name} was {saved[name]} and is {now[name]}" for name in now if name in saved and saved[name] != now[name]
+        f"{name} was {_short(saved[name])} and is {_short(now[name])}"
+        for name in now
+        if name in saved and saved[name] != now[name]
     ]
     if changed:
         raise ConfigError(
@@ -66,11 +73,50 @@ def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, 
         )
 
 
+def _short(value: Any) -> str:
+    return textwrap.shorten(str(value), 80, placeholder=" ...")
+
+
 def unfinished(folder: Path) -> list[str]:
-    """Files that a checkpoint needs to be resumed from, and that are missing or empty."""
-    needed = ["trainer_state.json", "optimizer.pt", "scheduler.pt"]
-    missing = [name for name in needed if not (folder / name).is_file() or not (folder / name).stat().st_size]
-    return missing if any(folder.glob("rng_state*.pth")) else [*missing, "rng_state.pth"]
+    """Files that a checkpoint needs to be resumed from, and that are missing, empty or cut short."""
+    states, weights = [*folder.glob("rng_state*.pth")], [*folder.rglob("*.safetensors"), *folder.glob("*.bin")]
+    files = [*(folder / name for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt")), *states, *weights]
+    for index in folder.glob("*.index.json"):
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if _is_whole(index) else [index]
+        files += [folder / name for name in sorted(set(shards))]
+    damaged = [path.name for path in [*files, *folder.glob("grupo_state_*.pt")] if not _is_whole(path)]
+    return [*damaged, *([] if states else ["rng_state.pth"]), *([] if weights else ["the weights"])]
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is there to its end, as far as its format says so without reading all of it."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    if path.suffix == ".json":
+        return _parsed(path.read_bytes()) is not None
+    if path.suffix == ".safetensors":
+        return _safetensors_size(path) == path.stat().st_size
+    # What torch saves is a zip archive, whose directory is at the end.
+    return path.suffix == ".bin" or zipfile.is_zipfile(path)
+
+
+def _safetensors_size(path: Path) -> int:
+    """Bytes that the header of the file says it has; 0 where the header itself is damaged."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = _parsed(file.read(length)) if length < path.stat().st_size else None
+    if not isinstance(header, dict):
+        return 0
+    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    return 8 + length + max(ends, default=0)
+
+
+def _parsed(text: bytes) -> Any:
+    """The JSON value; None where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def last_complete_checkpoint(run: Path) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grupo.records import Group
+
+logger = logging.getLogger("grupo")
 
 
 class CompletionTable:
@@ -27,6 +30,7 @@ class CompletionTable:
         self.unique_prompts = unique_prompts
         self.rank = rank
         self._rows: list[dict[str, Any]] = []
+        self._told: set[str] = set()
 
     def add(self, groups: Sequence[Group], step: int, extras: Mapping[str, Sequence[Any]]) -> None:
         """Adds the completions of one rollout; `extras` has one value per completion, group after group."""
@@ -55,11 +59,43 @@ class CompletionTable:
             rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
         if not rows or self.rank != 0:
             return
-        import pandas as pd
-
         self.folder.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(rows).to_parquet(self.folder / f"completions_{step:05d}.parquet")
+        self._write(rows, self.folder / f"completions_{step:05d}.parquet")
         _print(rows[: self.rows_to_print], step)
+
+    def _write(self, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+        """A column whose values have no common type, which parquet needs, is written as text."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        columns: dict[str, Any] = {}
+        for name in dict.fromkeys(name for row in rows for name in row):
+            values = [_plain(row.get(name)) for row in rows]
+            kinds = {type(value) for value in values if value is not None}
+            try:
+                if len(kinds) > 1 and not kinds <= {int, float}:
+                    raise TypeError("pyarrow would read some mixtures as one type: a date and 1 as two dates")
+                columns[name] = pa.array(values)
+                pq.write_table(pa.table({name: columns[name]}), pa.BufferOutputStream())
+            except (pa.ArrowException, TypeError, ValueError, OverflowError):
+                columns[name] = pa.array([None if value is None else _storable(value) for value in values])
+                if name not in self._told:
+                    self._told.add(name)
+                    logger.warning(
+                        "The values of %r, from log_extra, have no type in common that a table can hold: they are "
+                        "written as text.",
+                        name,
+                    )
+        pq.write_table(pa.table(columns), path)
+
+
+def _plain(value: Any) -> Any:
+    """A numpy or zero-dimensional torch number as a Python number."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def _storable(value: Any) -> str:
+    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _print(rows: Sequence[Mapping[str, Any]], step: int) -> None:

@@ -27,17 +27,19 @@ HASHED_BYTES_LIMIT = 4 * 2**30
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "tokenizers")
 
 # What a run writes and the next one in the same folder would overwrite or continue.
-RECORDS = ("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eval_*.json", "summary.json")
+RECORDS = ("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eval_*.json", "summary.json", "cut")
 CHECKPOINTS = ("checkpoint-*",)
 ADAPTER = ("adapter_*",)
 WHOLE_MODEL = ("config.json", "generation_config.json", "model*.safetensors*")
+CARD = ("README.md",)
 
 
 class RunFolder:
     """Writes `metrics.jsonl`, `completions.jsonl`, `manifest.json` and `summary.json` below one folder.
 
     Lines are appended and flushed one by one, so a killed run keeps all that it had logged. A fresh run never
-    overwrites an earlier one: that is moved into the folder `earlier`, `earlier-2` and so on.
+    overwrites an earlier one: that is moved into the folder `earlier`, `earlier-2` and so on. A resumed run moves the
+    lines behind its checkpoint into the folder `cut`.
     """
 
     def __init__(self, path: str | Path, *, rank: int = 0) -> None:
@@ -55,6 +57,23 @@ class RunFolder:
         if not resumed and self.rank == 0:
             _move_earlier_run(self.path)
 
+    def cut_back(self, step: int) -> None:
+        """Moves what was written after optimizer step `step`, from which the run goes on, into the folder `cut`.
+
+        The steps behind a checkpoint come again, and would be in the files twice.
+        """
+        files = [self.completions_file, *([self.metrics_file] if self.rank == 0 else [])]
+        moved = {path.name: _cut_lines(path, step, self.path / "cut") for path in files if path.is_file()}
+        if self.rank == 0:
+            moved["completions"] = _cut_tables(self.path / "completions", step, self.path / "cut" / "completions")
+        if any(moved.values()):
+            logger.warning(
+                "The run goes on behind step %d: what was written after it is now in %s (%s).",
+                step,
+                self.path / "cut",
+                ", ".join(f"{count} of {name}" for name, count in moved.items() if count),
+            )
+
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         if self.rank == 0:
             _append(self.metrics_file, [metrics])
@@ -69,9 +88,11 @@ class RunFolder:
         )
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        self.write_text(name, json.dumps(_jsonable(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
         if self.rank == 0:
-            text = json.dumps(_jsonable(content), indent=2, ensure_ascii=False, allow_nan=False)
-            (self.path / name).write_text(text + "\n", encoding="utf-8")
+            (self.path / name).write_text(text, encoding="utf-8")
 
     def read_json(self, name: str) -> dict[str, Any]:
         """What `write_json` wrote; empty where there is no such file."""
@@ -181,6 +202,43 @@ def _jsonable(value: Any) -> Any:
     return _jsonable(value.item()) if hasattr(value, "item") else str(value)
 
 
+def _cut_lines(path: Path, step: int, target: Path) -> int:
+    """Moves the lines of later steps, and one that a killed run left unfinished; says how many."""
+    late = []
+    kept = path.with_name(path.name + ".new")
+    # As bytes: only a line feed ends a line, and an unfinished one may end inside a character.
+    with path.open("rb") as file, kept.open("wb") as sink:
+        for line in file:
+            if _is_late(line, step):
+                late.append(line)
+            else:
+                sink.write(line)
+    if late:
+        target.mkdir(exist_ok=True)
+        with (target / path.name).open("ab") as file:
+            file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in late)
+        kept.replace(path)
+    else:
+        kept.unlink()
+    return len(late)
+
+
+def _is_late(line: bytes, step: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] > step)
+    except ValueError:
+        return True
+
+
+def _cut_tables(folder: Path, step: int, target: Path) -> int:
+    """Moves the tables of `log_completions` of later steps; says how many."""
+    late = [path for path in folder.glob("completions_*.parquet") if int(path.stem.rpartition("_")[2]) > step]
+    for path in late:
+        target.mkdir(parents=True, exist_ok=True)
+        path.replace(target / path.name)
+    return len(late)
+
+
 def _move_earlier_run(folder: Path) -> None:
     if not _matches(folder, RECORDS):
         return
@@ -188,7 +246,7 @@ def _move_earlier_run(folder: Path) -> None:
     weights = ADAPTER if _matches(folder, ADAPTER) else WHOLE_MODEL
     target = fresh_folder(folder, "earlier")
     target.mkdir()
-    for entry in _matches(folder, (*RECORDS, *CHECKPOINTS, *weights)):
+    for entry in _matches(folder, (*RECORDS, *CHECKPOINTS, *weights, *CARD)):
         entry.rename(target / entry.name)
     logger.warning("%s has an earlier run, which is now in %s.", folder, target)
 

@@ -1,0 +1,36 @@
+"""Whether the Hub can be reached, asked once: its client tries every file six times, for 23 seconds."""
+
+from __future__ import annotations
+
+import re
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+TIMEOUT = 5.0
+"""Seconds until the Hub counts as out of reach."""
+
+
+def is_out_of_reach(name: str) -> bool:
+    """Whether `name` would have to come from the Hub, and the Hub does not answer or is switched off.
+
+    What the cache has can be used then, and nothing else.
+    """
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists() and not _answers()
+
+
+def _answers() -> bool:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return True  # whatever it says, it answers
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # the Hub's client may have other certificates
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,210 @@
+"""One call of a reward function: what it takes, how long it may take, and how it ended.
+
+n = completions of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import math
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+from grupo.errors import RewardError
+
+
+@dataclass(frozen=True)
+class Function:
+    """A reward function with what its signature says."""
+
+    call: Callable[..., Any]
+    name: str
+    is_async: bool
+    accepted: frozenset[str] | None
+    """Keywords it takes; None for any."""
+    named: frozenset[str]
+    """Keywords that its signature spells out."""
+    required: tuple[str, ...]
+    bound: frozenset[str]
+    """Keywords that a partial has fixed; a dataset column of that name must not replace them."""
+
+    @staticmethod
+    def of(call: Callable[..., Any], name: str) -> Function:
+        inner: Any = call
+        bound: set[str] = set()
+        while isinstance(inner, functools.partial):
+            bound.update(inner.keywords)
+            inner = inner.func
+        is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+        try:
+            parameters = inspect.signature(call).parameters.values()
+        except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide
+            return Function(call, name, is_async, None, frozenset(), (), frozenset(bound))
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+        if positional:
+            raise RewardError(
+                f"Reward function '{name}' takes {quoted(positional)} by position only; reward functions are called "
+                "with keywords. Remove the '/' from its signature."
+            )
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        names = frozenset(parameter.name for parameter in named)
+        required = tuple(p.name for p in named if p.default is p.empty and p.name not in bound)
+        return Function(call, name, is_async, None if takes_any else names, names, required, frozenset(bound))
+
+    def select(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the keywords that the function takes, lists and dictionaries copied."""
+        return {
+            name: _copied(value)
+            for name, value in keywords.items()
+            if name not in self.bound
+            and (self.accepted is None or name in self.accepted)
+            and (name != "prompt_texts" or name in self.named)
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one call ended: with a value, an error or a time-out."""
+
+    value: Any = None
+    error: str = ""
+    """Type and message of the exception."""
+    trace: str = ""
+    stop: RewardError | None = None
+    """An error that ends the run instead of failing the rows."""
+    timed_out: float | None = None
+    """The limit in seconds that was exceeded."""
+
+
+@dataclass
+class Job:
+    function: Function
+    keywords: dict[str, Any]
+    log: CallLog
+    outcome: Outcome = field(default_factory=Outcome)
+
+
+class CallLog:
+    """Takes `log_extra` and `log_metric` of one call. One per call, so that an abandoned one logs into the void."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name = name
+        self.count = count
+        self.extras: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
+
+    def extra(self, column: str, values: Any) -> None:
+        if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+            raise RewardError(
+                f"Reward function '{self.name}' called log_extra('{column}', ...) with a {type(values).__name__}; it "
+                f"takes a list of {self.count} values, one per completion."
+            )
+        values = list(values.tolist() if hasattr(values, "tolist") else values)
+        if len(values) != self.count:
+            raise RewardError(
+                f"Reward function '{self.name}' called log_extra('{column}', ...) with {len(values)} values for "
+                f"{self.count} completions; it takes one per completion."
+            )
+        self.extras[column] = values
+
+    def metric(self, name: str, value: Any) -> None:
+        number = as_number(value)
+        if number is None:
+            raise RewardError(
+                f"Reward function '{self.name}' called log_metric('{name}', ...) with {value!r:.80}, not a number."
+            )
+        self.metrics.setdefault(name, []).append(number)
+
+
+def call_in_thread(job: Job, timeout: float) -> Outcome:
+    """Run a synchronous function in a daemon thread; leave it behind when it takes too long."""
+    outcomes: list[Outcome] = []
+    done = threading.Event()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            outcomes.append(Outcome(context.run(job.function.call, **job.keywords)))
+        except BaseException as error:  # user code: even exit() in checked code must not end the run
+            outcomes.append(_failed(error))
+        done.set()
+
+    threading.Thread(target=work, name=f"grupo-reward-{job.function.name}", daemon=True).start()
+    # Waiting for an event with a limit, unlike joining a pool, lets Ctrl-C through to the main thread.
+    return outcomes[0] if done.wait(timeout) else Outcome(timed_out=timeout)
+
+
+def call_here(job: Job) -> Outcome:
+    try:
+        return Outcome(job.function.call(**job.keywords))
+    except (Exception, SystemExit) as error:  # user code; Ctrl-C passes
+        return _failed(error)
+
+
+async def call_and_wait(job: Job, timeout: float | None) -> Outcome:
+    async def call() -> Outcome:
+        try:
+            return Outcome(await job.function.call(**job.keywords))
+        except BaseException as error:  # user code: it would end the loop's thread otherwise
+            return _failed(error)
+
+    task = asyncio.ensure_future(call())
+    # Not wait_for: that waits on for a task that ignores its cancellation, and its error looks like the function's own.
+    await asyncio.wait({task}, timeout=timeout)
+    if task.done():
+        return task.result()
+    task.cancel()
+    return Outcome(timed_out=timeout)
+
+
+def _failed(error: BaseException) -> Outcome:
+    """The outcome of an exception, as text: keeping the exception would keep every frame's variables alive."""
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of the fence
+    message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if "signal only works in main thread" in message:
+        message += (
+            " (rewards run in a thread of their own because of the time-out; use a checker without signals, or set the "
+            "reward timeout to None)"
+        )
+    return Outcome(
+        error=message,
+        trace="".join(traceback.format_exception(type(error), error, frames)),
+        stop=error if isinstance(error, RewardError) else None,
+    )
+
+
+def as_number(value: Any) -> float | None:
+    """A Python, numpy or zero-dimensional torch number as a float; None for anything else."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, (Real, Decimal)):
+        return None
+    try:
+        return float(value)
+    except (OverflowError, ValueError):  # an integer beyond the floats, a signalling NaN of Decimal
+        return math.nan
+
+
+def _copied(value: Any) -> Any:
+    """Lists, tuples and dictionaries copied all the way down; everything else (images, states) is shared."""
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if type(value) is tuple:
+        return tuple(_copied(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names as messages list them."""
+    return ", ".join(f"'{name}'" for name in names)

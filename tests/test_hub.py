@@ -1,0 +1,84 @@
+"""Names on the Hub while it cannot be reached: one sentence, at once, and nothing else."""
+
+from __future__ import annotations
+
+import ssl
+import time
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grupo import hub
+from grupo.cli import main
+from grupo.models.load import load_policy
+from tiny import tiny_model
+
+NAME = "nobody/has-made-this-1b"
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No answer from the Hub; the list grows by every question."""
+    asked: list[str] = []
+
+    def urlopen(request: Any, timeout: float) -> None:
+        asked.append(request.full_url)
+        raise urllib.error.URLError(OSError("Name or service not known"))
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([f"model={NAME}"], f"The model '{NAME}' is no folder here, the Hub cannot be reached"),
+        (
+            ["task=null", f"dataset.path={NAME}", "rewards=[number_match]"],
+            f"dataset.path='{NAME}' is no file or folder here, and the Hub cannot be reached",
+        ),
+    ],
+)
+def test_one_sentence_at_once(
+    settings: list[str], said: str, offline: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    settings = [f"training.output_dir={tmp_path / 'run'}", *settings]
+    assert main(["train", *(part for setting in settings for part in ("--set", setting))]) == 2
+    assert time.monotonic() - started < 15, "the client of the Hub alone waits for 23 s"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert len(offline) == 1
+
+
+def test_what_is_in_the_cache_is_used(offline: list[str], tmp_path: Path) -> None:
+    snapshot = tmp_path / f"models--{NAME.replace('/', '--')}" / "snapshots" / "abc"
+    tiny_model().save_pretrained(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    model = load_policy(NAME, {"cache_dir": str(tmp_path)})
+    assert sum(parameter.numel() for parameter in model.parameters()) > 20000
+    assert len(offline) == 1
+
+
+def test_local_folders_ask_nobody(offline: list[str], tmp_path: Path) -> None:
+    assert not hub.is_out_of_reach(str(tmp_path)) and not hub.is_out_of_reach("/no/such/folder")
+    assert not hub.is_out_of_reach("rows.jsonl/") and offline == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [urllib.error.HTTPError("", 503, "busy", {}, None), urllib.error.URLError(ssl.SSLError("own certificates"))],  # type: ignore[arg-type]
+)
+def test_an_answer_of_any_kind_is_an_answer(answer: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def urlopen(*args: Any, **kwargs: Any) -> None:
+        raise answer
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert not hub.is_out_of_reach(NAME)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert hub.is_out_of_reach(NAME)
