@@ -494,8 +494,14 @@ def test_gold_answers_that_cannot_be_read_are_named_before_the_run(
     golds[HELD_OUT_OF_8[1]] = "unknown"
     settings = gold_rows(tmp_path, *golds)
     assert train(model, tmp_path / "run", *settings, flags=("--dry-run",)) == 0
-    assert "('answer') of 1 of 6 training rows: row 2; the first is 'see the figure'. It abstains" in caplog.text
-    assert f"of 1 of 2 held-out rows: row {HELD_OUT_OF_8[1]}; the first is 'unknown'. They are left out" in caplog.text
+    assert (
+        "('answer') of 1 of 6 training rows, counted from 0: 2; the first is 'see the figure'. It abstains"
+        in caplog.text
+    )
+    assert (
+        f"of 1 of 2 held-out rows, counted from 0: {HELD_OUT_OF_8[1]}; the first is 'unknown'. They are left out"
+        in caplog.text
+    )
     assert "5 training" not in capsys.readouterr().out
     assert train(model, tmp_path / "run", *settings) == 0
     evaluation = read_json(tmp_path / "run" / "eval_before.json")
@@ -504,9 +510,13 @@ def test_gold_answers_that_cannot_be_read_are_named_before_the_run(
     for row in HELD_OUT_OF_8:
         golds[row] = "unknown"
     assert train(model, tmp_path / "run", *gold_rows(tmp_path, *golds)) == 2
-    assert f"of 2 of 2 held-out rows: row {HELD_OUT_OF_8[0]}, {HELD_OUT_OF_8[1]}; the first" in refused(capsys)
+    assert f"of 2 of 2 held-out rows, counted from 0: {HELD_OUT_OF_8[0]}, {HELD_OUT_OF_8[1]}; the first" in refused(
+        capsys
+    )
     assert train(model, tmp_path / "run", *gold_rows(tmp_path, *["?"] * 8)) == 2
-    assert "of 6 of 6 training rows: row 0, 1, 2, 3, 5, ...; the first is '?'. A gold answer is" in refused(capsys)
+    assert "of 6 of 6 training rows, counted from 0: 0, 1, 2, 3, 5, ...; the first is '?'. A gold answer is" in refused(
+        capsys
+    )
 
 
 def test_a_run_that_must_stop_ends_with_1_and_keeps_the_model(

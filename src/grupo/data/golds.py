@@ -46,8 +46,8 @@ def _unread(what: str, rows: list[dict[str, Any]], reward: GoldReward, consequen
     numbers = row_numbers(rows)
     named = ", ".join(str(numbers[place]) for place in places[:SHOWN]) + (", ..." if len(places) > SHOWN else "")
     found = (
-        f"{reward.__name__} cannot read the gold answers ('{column}') of {len(places)} of {len(rows)} {what} rows: row "
-        f"{named}; the first is {shown_gold(rows[places[0]][column])}."
+        f"{reward.__name__} cannot read the gold answers ('{column}') of {len(places)} of {len(rows)} {what} rows, "
+        f"counted from 0: {named}; the first is {shown_gold(rows[places[0]][column])}."
     )
     if len(places) == len(rows):
         raise DataError(f"{found} {reward.needs}")
