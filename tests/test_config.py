@@ -84,6 +84,7 @@ def test_own_fields() -> None:
         "max_prompt_length": None,
         "overlong_prompts": "filter",
         "micro_batch_tokens": None,
+        "offload_activations": False,
         "max_failed_reward_share": 0.2,
         "reward_timeout": 60.0,
         "max_nonfinite_steps": 3,

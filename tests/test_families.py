@@ -36,7 +36,14 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
 # Of log-probs, in nats.
 GAP = {torch.float32: 1e-4, torch.float64: 1e-6}
+LINEAR_ATTENTION_GAP = 1e-5
+"""Its state is float32 in float64 too, and is summed up in chunks or token by token."""
 ROWS = [{"prompt": "ab"}, {"prompt": "a prompt that is longer than the windows"}]
+
+
+def gap(name, dtype):
+    return max(GAP[dtype], LINEAR_ATTENTION_GAP) if name == "Qwen3.5" else GAP[dtype]
+
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -76,7 +83,9 @@ def test_one_step_of_training(tmp_path, monkeypatch, name, dtype, settings):
     for row, (prompt, completion) in enumerate(rows):
         wanted = token_logprobs(plain, prompt, completion, 0.9)
         for found in (inputs.policy_logprobs, inputs.reference_logprobs, batch.behavior_logprobs):
-            torch.testing.assert_close(found[row, : len(completion)].detach(), wanted.detach(), rtol=0, atol=GAP[dtype])
+            torch.testing.assert_close(
+                found[row, : len(completion)].detach(), wanted.detach(), rtol=0, atol=gap(name, dtype)
+            )
         ratio = torch.exp(wanted - wanted.detach())
         # The gradient of the KL term is zero where policy and reference are one.
         total = total - float(batch.advantages[row]) * ratio.mean() / len(rows)
@@ -95,8 +104,8 @@ def test_cached_decoding(name, dtype):
         Prompt(number, number, tuple(torch.randint(3, 128, (length,), generator=generator).tolist()), "")
         for number, length in enumerate((4, 2 * WINDOW, 9))
     ]
-    requests = [GenerationRequest(prompt, tuple(range(3 * prompt.id, 3 * prompt.id + 3))) for prompt in prompts]
-    engine = LocalEngine(model, decode=TOK.decode, stop_token_ids=(1, *range(90, 94)))
+    requests = [GenerationRequest(prompt, tuple(range(6 * prompt.id, 6 * prompt.id + 6))) for prompt in prompts]
+    engine = LocalEngine(model, decode=TOK.decode, stop_token_ids=(1, 90, 91))
     sampling = SamplingSpec(temperature=0.8, max_new_tokens=2 * WINDOW)
     groups = engine.generate(requests, sampling)
     lengths = {len(completion.token_ids) for group in groups for completion in group}
@@ -116,8 +125,8 @@ def test_cached_decoding(name, dtype):
         with torch.no_grad():
             wanted = token_logprobs(model, sample.prompt_ids, sample.completion_ids, 0.8)
         sampled = torch.tensor(sample.behavior_logprobs, dtype=dtype)
-        torch.testing.assert_close(sampled, wanted, rtol=0, atol=GAP[dtype])
-        torch.testing.assert_close(scored[row, : len(sampled)], wanted, rtol=0, atol=GAP[dtype])
+        torch.testing.assert_close(sampled, wanted, rtol=0, atol=gap(name, dtype))
+        torch.testing.assert_close(scored[row, : len(sampled)], wanted, rtol=0, atol=gap(name, dtype))
 
 
 @every_family

@@ -226,6 +226,9 @@ class GRPOConfig(TrainingArguments):
     micro_batch_tokens: int | None = None
     """Tokens of one forward and backward pass at most, padding included, within per_device_train_batch_size; None: what
     40 % of the free memory holds, and 768 MiB on the CPU."""
+    offload_activations: bool = False
+    """Keeps what the backward pass needs in host memory until then: less device memory for some time. Of no use on the
+    CPU, where it only copies."""
     scoring_dropout: bool = False
     """Keeps the model's dropout on where log-probs are computed with gradient. Rollouts never have dropout."""
 

@@ -64,6 +64,7 @@ GRUPO_ROWS: dict[str, FieldRow] = {
     "reward_timeout": _honoured("seconds until a reward function that has not returned counts as failed"),
     "max_nonfinite_steps": _honoured("steps with non-finite gradients after which the run stops"),
     "micro_batch_tokens": _honoured("tokens of one forward and backward pass at most; None: from the free memory"),
+    "offload_activations": _honoured("activations wait for backward in host memory"),
     "scoring_dropout": _honoured("dropout while log-probs are computed with gradient; off by default"),
     "kl_on_dead_groups": _honoured("KL term on groups whose advantages are all zero; on as in TRL"),
     "logprob_gap_warn": _honoured("mean gap between sampling and scored log-probs, nats, that warns"),

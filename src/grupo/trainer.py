@@ -643,6 +643,7 @@ class GRPOTrainer(Trainer):
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
             token_budget=self._token_budget(),
             on_token_budget=self._write_token_budget,
+            offload_activations=self.config.offload_activations,
             all_gather=self._all_gather,
             autocast=self.accelerator.autocast,
             dtype=torch.float64 if torch.float64 in floats else torch.float32,

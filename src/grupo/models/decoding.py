@@ -97,7 +97,8 @@ def _copied(
 
 
 def _fastest(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and _packing_works():
+    in_float32 = weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
+    if weight.device.type == "cpu" and in_float32 and _packing_works():
         return _PackedLinear(weight.detach(), bias)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)

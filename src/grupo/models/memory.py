@@ -11,12 +11,14 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 CPU_ACTIVATION_BYTES = 768 << 20
 """Of one micro-batch on the CPU: more does not make it faster."""
 SHARE_OF_FREE_MEMORY = 0.4
 TRIM_EVERY_LAYERS = 10
+SMALLEST_OFFLOADED = 4096
+"""Numbers of a tensor: smaller ones are not worth the way."""
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -55,6 +57,29 @@ def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
     numbers = layers * hidden + layer if checkpointing else layers * layer
     element_size: int = next(base.parameters()).element_size()
     return int(numbers) * element_size
+
+
+@contextlib.contextmanager
+def activations_in_host_memory(model: nn.Module) -> Iterator[None]:
+    """What a forward inside of it saves for backward goes to host memory, and comes back when backward needs it.
+
+    Parameters and buffers stay where they are, unlike with `torch.autograd.graph.save_on_cpu`. Gradients are the same.
+    """
+    staying = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        if tensor.numel() < SMALLEST_OFFLOADED or tensor.untyped_storage().data_ptr() in staying:
+            return tensor.device, tensor
+        pinned = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        # In the order of the device's stream, on which the copy back waits for it.
+        return tensor.device, pinned.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -241,7 +241,7 @@ def takes_row_cache(model: nn.Module, calls: Calls) -> bool:
             for prompt, ids in ((prompts[0], steps[0][:1]), (prompts[0], steps[0]), (prompts[1], steps[2][:3]))
         ]
     # What a model's own code does with a cache and a keyword that it does not know.
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, NotImplementedError):
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, NotImplementedError):
         return False
     if hidden_windows(base, PackedLayout((), decoder.windows)) is not None:
         return False

@@ -158,7 +158,7 @@ class Scorer:
                 with packed_attention(self.base):
                     found = self.score(module, packed).logprobs
             # What a model's own code does with a keyword and positions that it does not know.
-            except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+            except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
                 return f"this model does not take packed rows ({type(error).__name__}: {str(error).splitlines()[0]})"
         difference = float((found - expected).abs().max())
         tolerance = SHARING_TOLERANCE.get(_dtype_of(self.base, device), 5e-2)

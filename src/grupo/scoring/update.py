@@ -21,7 +21,12 @@ from grupo.algo.entropy import entropy_threshold
 from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
 from grupo.errors import TrainingError
 from grupo.metrics import AllGather, MetricSums
-from grupo.models.memory import give_back_memory, is_out_of_memory, memory_given_back_between_layers
+from grupo.models.memory import (
+    activations_in_host_memory,
+    give_back_memory,
+    is_out_of_memory,
+    memory_given_back_between_layers,
+)
 from grupo.models.reference import ReferencePolicy
 from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate, micro_batches
@@ -84,6 +89,8 @@ class PolicyUpdate:
     pad_to_multiple_of: int | None = None
     token_budget: int | None = None
     """Tokens of a micro-batch at most, padding included, where one completion alone has no more; None: no limit."""
+    offload_activations: bool = False
+    """What backward needs waits for it in host memory."""
     on_token_budget: Callable[[int], None] | None = None
     """Called with the new budget after an out-of-memory."""
     top_entropy_quantile: float = 1.0
@@ -239,7 +246,8 @@ class PolicyUpdate:
         threshold: Tensor | None,
         entropy_coef: float,
     ) -> tuple[Scores, LossOutput]:
-        with self.autocast():
+        offload = activations_in_host_memory(model) if self.offload_activations else contextlib.nullcontext()
+        with self.autocast(), offload:
             scores = self.scorer.score(model, batch, with_entropy=True)
         output = self.objective(
             LossInputs(
