@@ -150,4 +150,4 @@ def test_bytes_per_token_are_about_what_autograd_saves():
     estimate = activation_bytes_per_token(model, checkpointing=False)
     assert 0.5 * estimate < saved < 1.2 * estimate
     assert activation_bytes_per_token(model, checkpointing=True) < 0.5 * estimate
-    assert default_token_budget(model, torch.device("cpu"), checkpointing=False) == (768 << 20) // estimate
+    assert default_token_budget(model, torch.device("cpu"), checkpointing=False) == (1200 << 20) // estimate

@@ -119,7 +119,6 @@ class PolicyUpdate:
         decoder, device = self.scorer.decoder, self.ranks.device
         with self.scorer.attention(), memory_given_back_between_layers(decoder, device):
             yield
-        give_back_memory(device)
 
     def _halve_token_budget(self, samples: Sequence[Sample], error: Exception) -> None:
         """Half of what the largest micro-batch had.
