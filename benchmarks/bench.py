@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from suite.jobs import SECTIONS, Job, rows_of
-from suite.measure import machine
+from suite.measure import OtherProcesses, machine
 
+BUSY_CORES = 0.1
 RESULTS = Path(__file__).with_name("results.json")
 
 
@@ -40,13 +41,15 @@ def run_here(job: Job) -> dict[str, Any]:
 
 def run_alone(job: Job) -> dict[str, Any]:
     """Runs a measurement in a process of its own, which prints its result as the last line."""
-    started = time.perf_counter()
     task = json.dumps([job.name, job.function, job.arguments])
     command = [sys.executable, str(Path(__file__).resolve()), "--child", task]
+    others = OtherProcesses()
+    started = time.perf_counter()
     finished = subprocess.run(command, capture_output=True, text=True)
+    seconds = time.perf_counter() - started
     if finished.returncode != 0:
         raise RuntimeError(f"The measurement {job.name!r} failed:\n{finished.stderr[-4000:]}")
-    return {**json.loads(finished.stdout.splitlines()[-1]), "wall_s": time.perf_counter() - started}
+    return {**json.loads(finished.stdout.splitlines()[-1]), "wall_s": seconds, "others_cores": others.cores(seconds)}
 
 
 def measure(
@@ -59,6 +62,8 @@ def measure(
         for job in SECTIONS[section](folder, tiny):
             found[job.name] = run(job)
             print(f"{found[job.name]['wall_s']:6.1f} s  {job.name}", flush=True)
+            if (cores := found[job.name].get("others_cores") or 0.0) > BUSY_CORES:
+                print(f"          measure again: other processes kept {cores:.2f} cores busy meanwhile", flush=True)
         results["sections"][section] = {**machine(), "found": found}
         kept = [row for row in results["rows"] if row["section"] != section]
         order = list(SECTIONS)

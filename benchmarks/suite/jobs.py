@@ -39,6 +39,8 @@ def recipe_jobs(folder: str, tiny: bool) -> list[Job]:
 
 def part_jobs(folder: str, tiny: bool) -> list[Job]:
     repeats = {"repeats": 1 if tiny else 3}
+    # Minutes each, and nothing in it needs warming up.
+    few = {"repeats": 1 if tiny else 2, "warm_up": 0}
     matrices = {"matrix_size": 64} if tiny else {}
     prompts, completion = ((16, 32), 8) if tiny else ((512, 1024), 128)
     head = (256, 512, 8) if tiny else (16384, 128256, 64)
@@ -48,9 +50,9 @@ def part_jobs(folder: str, tiny: bool) -> list[Job]:
             Job(
                 f"generation, {lengths}",
                 "suite.parts:measure_generation",
-                {"folder": folder, "lengths": lengths, "tokens": 8 if tiny else tokens, **repeats},
+                {"folder": folder, "lengths": lengths, "tokens": 8 if tiny else tokens, **often},
             )
-            for lengths, tokens in (("equal", 96), ("geometric", 256))
+            for lengths, tokens, often in (("equal", 96, repeats), ("geometric", 256, few))
         ),
         *(
             Job(
@@ -88,7 +90,7 @@ def sweep_jobs(folder: str, tiny: bool) -> list[Job]:
                 "values": [8, 16] if tiny else values,
                 "base": TINY_BASE if tiny else BASE,
                 "narrow": tiny or axis == "vocabulary_size",
-                "repeats": 1 if tiny else 2,
+                "repeats": 1,
             },
         )
         for axis, values in AXES.items()

@@ -35,9 +35,9 @@ class MemoryAbove:
                 tensor.sum()
         gc.collect()
         if sys.platform == "linux":
-            with_trim = ctypes.CDLL(None)
-            if hasattr(with_trim, "malloc_trim"):
-                with_trim.malloc_trim(0)
+            libc = ctypes.CDLL(None)
+            if hasattr(libc, "malloc_trim"):
+                libc.malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
         self.start = _status_bytes("VmRSS") or _peak_rss_bytes()
 
@@ -59,6 +59,31 @@ def _status_bytes(field: str) -> int | None:
 def _peak_rss_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+class OtherProcesses:
+    """How busy processes other than this one and its children are: their part of a measurement's noise."""
+
+    def __init__(self) -> None:
+        self.start = self._seconds()
+
+    def cores(self, seconds: float) -> float | None:
+        """Cores that others kept busy on average since construction, `seconds` ago; None where it cannot be known."""
+        end = self._seconds()
+        if self.start is None or end is None:
+            return None
+        return round(max(end - self.start, 0.0) / seconds, 3)
+
+    @staticmethod
+    def _seconds() -> float | None:
+        """CPU time of the machine since it started, without that of this process and its finished children."""
+        statistics_file = Path("/proc/stat")
+        if not statistics_file.is_file():
+            return None
+        ticks = [int(field) for field in statistics_file.read_text().splitlines()[0].split()[1:]]
+        user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = ticks[:8]
+        busy = user + nice + system + interrupts + soft_interrupts + stolen
+        return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 class Stopwatch:

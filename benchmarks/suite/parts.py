@@ -125,7 +125,7 @@ def transformers_generate(model: Any, prompts: Sequence[Prompt], lengths: Sequen
     return run
 
 
-def measure_generation(*, folder: str, lengths: str, tokens: int, repeats: int) -> dict[str, Any]:
+def measure_generation(*, folder: str, lengths: str, tokens: int, repeats: int, warm_up: int = 1) -> dict[str, Any]:
     """Our engine on the model with adapter, against `generate` on merged weights.
 
     Args:
@@ -155,7 +155,7 @@ def measure_generation(*, folder: str, lengths: str, tokens: int, repeats: int) 
         # Bare products for every decode step; the prefill is left out, which makes our fraction smaller.
         works["floor"] = floors.decode_steps(merged, rows=count, steps=tokens - 1)
     with ending_at(wanted, seeds, tokens, stop_id):
-        seconds = interleaved(works, repeats)
+        seconds = interleaved(works, repeats, warm_up)
     return {
         "completions": count,
         "tokens": sum(wanted),
