@@ -28,6 +28,8 @@ from suite.measure import MIB, MemoryAbove, interleaved, medians
 from suite.models import load, lora
 from suite.recipes import GROUP_SIZE, RECIPES
 
+CPU = torch.device("cpu")
+
 
 def model_with_adapter(folder: str) -> tuple[Any, Any]:
     """The model with a LoRA adapter that changes what it computes, and the tokenizer."""
@@ -78,9 +80,11 @@ def ending_at(lengths: Sequence[int], seeds: Sequence[int], cap: int, stop_id: i
     A row is known by its uniform random number, which depends on its seed and the step alone, in whatever batch the
     engine computes it.
     """
-    spec = SamplingSpec(max_new_tokens=cap)
-    uniforms = local._uniforms(seeds, spec).tolist()
-    last = {row[length - 1] for row, length in zip(uniforms, lengths, strict=True) if length < cap}
+    last = set()
+    for seed, length in zip(seeds, lengths, strict=True):
+        uniforms = torch.rand(cap, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        if length < cap:
+            last.add(uniforms[length - 1].item())
     draw_tokens = local.draw_tokens
 
     def forced(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, *args: Any) -> Any:
@@ -189,8 +193,8 @@ def _backward(logprobs: Tensor, samples: Sequence[Sample]) -> None:
 
 def score_plain(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
     """Our own plain path: every row with its own copy of the prompt, log-probs from hidden states in chunks."""
-    scorer = Scorer(model)
-    batch = collate(samples, pad_token_id=0, device=torch.device("cpu"))
+    scorer = Scorer(model, share_prompts=False)
+    batch = collate(samples, pad_token_id=0, device=CPU)
 
     def run() -> None:
         model.zero_grad()
@@ -201,12 +205,23 @@ def score_plain(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], Non
 
 def score_shared(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
     """Our path with the prompt computed once."""
-    return score_plain(model, samples)
+    scorer = Scorer(model)
+    scorer.prepare(model, CPU)
+    if not scorer.shares_prompts:
+        raise AssertionError("this model is scored with a copy of the prompt in every row: there is nothing to compare")
+    batch = collate(samples, pad_token_id=0, device=CPU, packed=True)
+
+    def run() -> None:
+        model.zero_grad()
+        with scorer.attention():
+            _backward(scorer.score(model, batch, with_entropy=True).logprobs, samples)
+
+    return run
 
 
 def score_full_logits(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
     """The textbook way: logits of all completion positions at once."""
-    batch = collate(samples, pad_token_id=0, device=torch.device("cpu"))
+    batch = collate(samples, pad_token_id=0, device=CPU)
     keep = batch.completion_ids.shape[1] + 1
 
     def run() -> None:
