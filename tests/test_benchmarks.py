@@ -30,7 +30,7 @@ def test_every_measurement_gives_its_rows(results):
     assert {row["section"] for row in rows} == {"recipes", "parts", "learning"}
     assert all({"name", "ours", "peer", "ratio", "unit"} <= row.keys() for row in rows)
     assert all(row["ours"] > 0 for row in rows if row["unit"] != "MiB")
-    assert len({row["name"] for row in rows}) == len(rows) == 6 + 10 + 2
+    assert len({row["name"] for row in rows}) == len(rows) == 6 + 11 + 2
     assert [len(found["points"]) for found in results["sections"]["sweeps"]["found"].values()] == [2] * 4
 
 

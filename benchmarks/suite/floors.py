@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from suite.measure import interleaved
 
@@ -25,21 +24,16 @@ def read_bandwidth(numbers: int = 2**28, repeats: int = 10) -> float:
     return 4 * numbers / min(interleaved({"sum": values.sum}, repeats)["sum"])
 
 
-def weights_of(model: Any) -> list[Tensor]:
-    """The weight of every linear layer, the head's included."""
-    return [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
-
-
 def decode_steps(model: Any, rows: int, steps: int) -> Callable[[], None]:
-    """The bare products of some decode steps: `rows` vectors through every weight matrix, nothing else."""
-    weights = weights_of(model)
-    inputs = {size: torch.randn(rows, size) for size in {weight.shape[1] for weight in weights}}
+    """The bare products of some decode steps: `rows` vectors through every linear layer, the head included."""
+    layers = [module for module in model.modules() if hasattr(module, "in_features")]
+    inputs = {layer.in_features: torch.randn(rows, 1, layer.in_features) for layer in layers}
 
     @torch.no_grad()
     def run() -> None:
         for _ in range(steps):
-            for weight in weights:
-                functional.linear(inputs[weight.shape[1]], weight)
+            for layer in layers:
+                layer(inputs[layer.in_features])
 
     return run
 

@@ -157,8 +157,9 @@ def _part_rows(found: Found) -> list[dict[str, Any]]:
         _row("matrix products, best of ten", machine["gflops"], None, "GFLOP/s", ""),
         _row("memory reads, best of ten", machine["gb_per_s"], None, "GB/s", ""),
         _row(_generation_name(equal, "each"), equal["ours"], equal["peer"], "s", "peer / ours"),
+        _row("the same against bare matrix products", equal["ours"], equal["floor"], "s", "floor / ours"),
+        _row("the same against them in oneDNN's layout", equal["ours"], equal["packed_floor"], "s", "floor / ours"),
         _row(_generation_name(geometric, "at most"), geometric["ours"], geometric["peer"], "s", "peer / ours"),
-        _row("decoding against bare matrix products", equal["ours"], equal["floor"], "s", "floor / ours"),
     ]
     scoring = {name.removeprefix("scoring, "): result for name, result in found.items() if name.startswith("scoring, ")}
     for prompt, result in scoring.items():

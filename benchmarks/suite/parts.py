@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from grupo.models.decoding import decoding_copy
 from grupo.records import Prompt, Sample
 from grupo.rollout import local
 from grupo.rollout.engine import GenerationRequest
@@ -158,6 +159,7 @@ def measure_generation(*, folder: str, lengths: str, tokens: int, repeats: int, 
     if equal:
         # Bare products for every decode step; the prefill is left out, which makes our fraction smaller.
         works["floor"] = floors.decode_steps(merged, rows=count, steps=tokens - 1)
+        works["packed_floor"] = floors.decode_steps(decoding_copy(model), rows=count, steps=tokens - 1)
     with ending_at(wanted, seeds, tokens, stop_id):
         seconds = interleaved(works, repeats, warm_up)
     return {
