@@ -83,8 +83,8 @@ def both(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def training_logs(outcome: dict[str, Any]) -> list[dict[str, float]]:
-    """Without what the clock says, and without the share of padding, which depends on the cut."""
-    clock = ("time/", "step_time", "tokens_per_second", "padding_share")
+    """Without what the clock says, and without padding and the tokens computed, which depend on the cut."""
+    clock = ("time/", "step_time", "tokens_per_second", "padding_share", "scored_tokens")
     return [
         {name: value for name, value in log.items() if not name.startswith(clock)}
         for log in outcome["logs"]

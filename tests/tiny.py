@@ -47,7 +47,11 @@ def tiny_tokenizer(
 def tiny_model(
     *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
 ) -> LlamaForCausalLM:
-    """Two layers, about 27 thousand random parameters."""
+    """Two layers, about 27 thousand random parameters.
+
+    In float64 its norms compute in float64 as well: those of transformers compute in float32, whatever the model's
+    dtype, so that two ways to the same number differ by 1e-7.
+    """
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY_SIZE,
@@ -62,4 +66,16 @@ def tiny_model(
         "pad_token_id": 2,
         "tie_word_embeddings": tied,
     }
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **config})).to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, **config})).to(dtype)
+    return with_exact_norms(model) if dtype is torch.float64 else model
+
+
+def with_exact_norms(model: Any) -> Any:
+    """The model with RMS norms that compute in their own dtype."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                exact = torch.nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=child.weight.dtype)
+                exact.weight = child.weight
+                setattr(module, name, exact)
+    return model

@@ -72,7 +72,7 @@ def train(
 
 
 class PassCounter:
-    """Rows of each forward pass of the scorer, with and without gradient."""
+    """Rows of each forward pass of the scorer, with and without gradient; its checks at the start are none."""
 
     def __enter__(self) -> None:
         self.with_gradient: list[int] = []
@@ -80,9 +80,10 @@ class PassCounter:
         self.score = score = Scorer.score
 
         def counting(scorer: Any, module: Any, batch: Any, **keywords: Any) -> Any:
-            (self.with_gradient if torch.is_grad_enabled() else self.without_gradient).append(
-                int(batch.loss_mask.any(1).sum())
-            )
+            if scorer.shares_prompts is not None:
+                (self.with_gradient if torch.is_grad_enabled() else self.without_gradient).append(
+                    int(batch.loss_mask.any(1).sum())
+                )
             return score(scorer, module, batch, **keywords)
 
         Scorer.score = counting  # type: ignore[method-assign]

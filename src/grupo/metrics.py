@@ -19,7 +19,14 @@ STEP_METRICS = frozenset(
         *("entropy", "entropy_coef", "kl"),
         *("clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max"),
         *("clip_ratio/region_mean", "cispo_clip_ratio", "vespo/phi_seq_mean", "ratio/mean", "off_policy/kept_mean"),
-        *("effective_tokens", "padding_share", "nonfinite_step_share", "sampling/logprob_gap", "tokens_per_second"),
+        *(
+            "effective_tokens",
+            "scored_tokens",
+            "padding_share",
+            "nonfinite_step_share",
+            "sampling/logprob_gap",
+            "tokens_per_second",
+        ),
         *("step_time", "time/generating", "time/rewarding", "time/scoring", "time/updating"),
     }
 )

@@ -132,18 +132,51 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Rows that share one forward pass. B rows, S = longest prompt + completion, T = longest completion.
+class GroupSpan:
+    """A prompt and all completions behind it, in a packed row: prompt, then completion after completion."""
 
-    Rows are prompt and completion without a gap, padded on the right; a causal model cannot see the padding.
+    start: int
+    """Position of the prompt's first token in the row."""
+    prompt_length: int
+    completion_lengths: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.prompt_length + sum(self.completion_lengths)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Which tokens of a packed row see which: a completion sees its prompt and itself, never another completion."""
+
+    groups: tuple[GroupSpan, ...]
+    """In order, without gaps."""
+    windows: set[int | None] = field(default_factory=set)
+    """Filled in by the attention function: the sliding windows that the model's layers ask for."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Completions that share one forward pass. B completions, T = longest completion, N completion tokens.
+
+    Padded: R = B rows of prompt and completion without a gap, padded on the right; a causal model cannot see the
+    padding. Packed: R = 1 row, in which completions of one prompt share it; there is a `layout`.
     """
 
     input_ids: torch.Tensor
-    """(B, S) int64."""
+    """(R, S) int64."""
+    position_ids: torch.Tensor | None
+    """(1, S) int64 where the row is packed: positions of a completion go on from those of its prompt."""
+    layout: PackedLayout | None
+    predictors: torch.Tensor
+    """(N,) int64: where in the R * S tokens stands the one before each completion token, row after row of
+    `completion_mask`."""
     lengths: torch.Tensor
     """(B,) int64, tokens of prompt and completion."""
     prompt_lengths: torch.Tensor
     """(B,) int64."""
+    num_tokens: int
+    """Of `input_ids`, without padding."""
     completion_ids: torch.Tensor
     """(B, T) int64, padded on the right."""
     completion_mask: torch.Tensor

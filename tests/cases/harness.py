@@ -18,6 +18,8 @@ from transformers import TrainerCallback
 from grupo import GRPOConfig, GRPOTrainer, ScriptedEngine
 from grupo.algo.losses import LossInputs, Objective
 from grupo.records import MicroBatch
+from grupo.rollout.engine import GenerationRequest
+from grupo.sampling import SamplingSpec
 from grupo.scoring import update
 from tiny import tiny_model, tiny_tokenizer
 
@@ -79,6 +81,14 @@ def make_trainer(
         peft_config=peft_config,
         engine=engine,
     )
+
+
+def after_its_checks(trainer: GRPOTrainer) -> GRPOTrainer:
+    """The trainer, once scorer and engine have compared their ways through the model, with token ids of their own."""
+    trainer.policy_update.scorer.prepare(trainer.model, trainer.accelerator.device)
+    request = GenerationRequest(trainer.train_rows[0].draw(0), (0,))
+    trainer.engine.generate([request], SamplingSpec(max_new_tokens=1))
+    return trainer
 
 
 @dataclass
@@ -180,6 +190,34 @@ def recorded_batches(monkeypatch: Any) -> list[MicroBatch]:
 
     monkeypatch.setattr(update, "collate", keeping)
     return batches
+
+
+def fed_in(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
+    """Prompt and completion ids of each completion, in the order of the batch, as the model was given them.
+
+    In a packed row completions of one prompt share it: (prompt, A), (prompt, B) are prompt, A, B, and the positions of
+    A and of B go on from those of the prompt.
+    """
+    rows: list[tuple[list[int], list[int]]] = []
+    if batch.layout is None:
+        for ids, length, prompt in zip(batch.input_ids.tolist(), batch.lengths, batch.prompt_lengths, strict=True):
+            rows.append((ids[:prompt], ids[prompt:length]))
+    else:
+        (ids,), (positions,), stop = batch.input_ids.tolist(), batch.position_ids.tolist(), 0
+        for group in batch.layout.groups:
+            assert group.start == stop, "no gap between two prompts"
+            stop = group.start + group.prompt_length
+            prompt = range(group.start, stop)
+            for length in group.completion_lengths:
+                places = [*prompt, *range(stop, stop + length)]
+                assert [positions[place] for place in places] == list(range(len(places)))
+                stop += length
+                read = [ids[place] for place in places]
+                rows.append((read[: len(prompt)], read[len(prompt) :]))
+    assert [(len(prompt), len(completion)) for prompt, completion in rows] == [
+        (prompt, length - prompt) for prompt, length in zip(batch.prompt_lengths, batch.lengths, strict=True)
+    ]
+    return rows
 
 
 def recorded_losses(monkeypatch: Any) -> list[LossInputs]:

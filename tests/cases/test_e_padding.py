@@ -9,7 +9,15 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from cases.harness import completions_of, make_trainer, recorded_batches, recorded_losses, token_logprobs, train
+from cases.harness import (
+    completions_of,
+    fed_in,
+    make_trainer,
+    recorded_batches,
+    recorded_losses,
+    token_logprobs,
+    train,
+)
 from tiny import tiny_model, tiny_tokenizer
 
 SHORT, LONG = "abc", "a prompt of sixty tokens, " + "x" * 34
@@ -20,7 +28,7 @@ SCRIPT = {
 REWARDS = [0.0, 1.0, 2.0, 5.0, 4.0, 0.0, 1.0, 2.0]
 
 
-def scored_rows(folder, monkeypatch, rows, **settings):
+def scored_rows(folder, monkeypatch, rows, *, packed, **settings):
     """(prompt and completion ids) -> the rows of the first loss that they were in, unpadded."""
     with monkeypatch.context() as patch:
         batches, losses = recorded_batches(patch), recorded_losses(patch)
@@ -35,17 +43,18 @@ def scored_rows(folder, monkeypatch, rows, **settings):
             num_iterations=2,
             **settings,
         )
+        if not packed:
+            trainer.policy_update.scorer.shares_prompts = False
         train(trainer)
+    assert all((batch.layout is not None) == packed for batch in batches if batch.reference_logprobs is not None)
     found = {}
     in_losses = [batch for batch in batches if batch.reference_logprobs is not None]
     for batch, inputs in zip(in_losses, losses, strict=True):
-        for row in range(len(batch.lengths)):
-            length, prompt = int(batch.lengths[row]), int(batch.prompt_lengths[row])
-            ids = batch.input_ids[row, :length].tolist()
+        for row, (prompt, completion) in enumerate(fed_in(batch)):
             tensors = (inputs.policy_logprobs, inputs.old_logprobs, inputs.reference_logprobs)
-            assert all(tensor[row, length - prompt :].abs().sum() == 0 for tensor in tensors), "0 on padding"
-            key = (tuple(ids[:prompt]), tuple(ids[prompt:]))
-            found.setdefault(key, [tensor[row, : length - prompt].detach() for tensor in tensors])
+            assert all(tensor[row, len(completion) :].abs().sum() == 0 for tensor in tensors), "0 on padding"
+            key = (tuple(prompt), tuple(completion))
+            found.setdefault(key, [tensor[row, : len(completion)].detach() for tensor in tensors])
     return found, trainer
 
 
@@ -62,9 +71,13 @@ VARIANTS = {
 }
 
 
+both_paths = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+
+
+@both_paths
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-def test_policy_old_and_reference_equal_an_unpadded_forward(tmp_path, monkeypatch, settings):
-    found, _ = scored_rows(tmp_path, monkeypatch, learning_rate=0.0, max_steps=2, **settings)
+def test_policy_old_and_reference_equal_an_unpadded_forward(tmp_path, monkeypatch, settings, packed):
+    found, _ = scored_rows(tmp_path, monkeypatch, learning_rate=0.0, max_steps=2, packed=packed, **settings)
     model = tiny_model()
     assert len(found) == 8
     for (prompt, completion), scored in found.items():
@@ -74,9 +87,11 @@ def test_policy_old_and_reference_equal_an_unpadded_forward(tmp_path, monkeypatc
             torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-5)
 
 
-def test_alone_or_beside_a_long_one(tmp_path, monkeypatch):
-    alone, _ = scored_rows(tmp_path / "alone", monkeypatch, [{"prompt": SHORT}], per_device_train_batch_size=4)
-    beside, _ = scored_rows(tmp_path / "beside", monkeypatch, [{"prompt": SHORT}, {"prompt": LONG}])
+@both_paths
+def test_alone_or_beside_a_long_one(tmp_path, monkeypatch, packed):
+    rows = [{"prompt": SHORT}, {"prompt": LONG}]
+    alone, _ = scored_rows(tmp_path / "alone", monkeypatch, rows[:1], per_device_train_batch_size=4, packed=packed)
+    beside, _ = scored_rows(tmp_path / "beside", monkeypatch, rows, packed=packed)
     common = alone.keys() & beside.keys()
     assert len(common) == 4
     for key in common:
@@ -84,13 +99,15 @@ def test_alone_or_beside_a_long_one(tmp_path, monkeypatch):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
+@both_paths
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma3", "gpt_neox"])
-def test_other_architectures_and_positions(tmp_path, monkeypatch, architecture):
+def test_other_architectures_and_positions(tmp_path, monkeypatch, architecture, packed):
     """Learned positions, norms on queries, sliding windows, biases, tied heads."""
     model = other_model(architecture)
     found, _ = scored_rows(
-        tmp_path, monkeypatch, [{"prompt": SHORT}, {"prompt": LONG}], model=model, learning_rate=0.0, max_steps=1
-    )
+        tmp_path, monkeypatch, [{"prompt": SHORT}, {"prompt": LONG}], packed=packed, model=model, learning_rate=0.0,
+        max_steps=1,
+    )  # fmt: skip
     model.eval()
     assert len(found) == 8
     for (prompt, completion), scored in found.items():
@@ -118,6 +135,8 @@ def other_model(architecture):
         "pad_token_id": 2,
         "sliding_window": 16,
     }
+    if architecture == "gpt_neox":
+        del settings["sliding_window"]  # it has no windows, and keeps the setting all the same
     if architecture == "gpt2":
         settings = {
             "vocab_size": 128,

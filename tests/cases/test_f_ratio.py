@@ -13,6 +13,7 @@ from peft import LoraConfig
 
 from cases.harness import (
     completions_of,
+    fed_in,
     gradient_of,
     ids_of,
     logs_of,
@@ -175,9 +176,9 @@ def test_the_temperature_is_in_every_log_prob_and_in_the_gradient(tmp_path, monk
     (inputs,) = losses
     batch = next(batch for batch in batches if batch.reference_logprobs is not None)
     total = 0.0
-    for row in range(8):
-        prompt = batch.input_ids[row, : batch.prompt_lengths[row]].tolist()
-        completion = batch.completion_ids[row][batch.completion_mask[row]].tolist()
+    assert len(fed_in(batch)) == 8
+    for row, (prompt, completion) in enumerate(fed_in(batch)):
+        assert completion == batch.completion_ids[row][batch.completion_mask[row]].tolist()
         wanted = token_logprobs(model, prompt, completion, temperature)
         for tensor in (inputs.policy_logprobs, inputs.old_logprobs, inputs.reference_logprobs, batch.behavior_logprobs):
             torch.testing.assert_close(tensor[row, : len(completion)].detach(), wanted.detach(), rtol=0, atol=1e-5)
@@ -244,8 +245,7 @@ def test_the_reference_is_the_policy_at_the_start_however_long_it_trains(tmp_pat
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(start[name])
     last, inputs = [batch for batch in batches if batch.reference_logprobs is not None][-1], losses[-1]
-    prompt = last.input_ids[0, : last.prompt_lengths[0]].tolist()
-    completion = last.completion_ids[0][last.completion_mask[0]].tolist()
+    prompt, completion = fed_in(last)[0]
     trainer.model.eval()
     with torch.no_grad():
         wanted = token_logprobs(trainer.model, prompt, completion)

@@ -13,7 +13,17 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from cases.harness import TOK, completions_of, logs_of, make_trainer, relative_error, snapshot, train, unchanged
+from cases.harness import (
+    TOK,
+    after_its_checks,
+    completions_of,
+    logs_of,
+    make_trainer,
+    relative_error,
+    snapshot,
+    train,
+    unchanged,
+)
 from grupo.errors import ConfigError
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local import LocalEngine
@@ -149,18 +159,19 @@ def test_rollouts_use_the_cache_while_checkpointing_is_on(tmp_path, caplog, peft
     caplog.set_level(logging.WARNING)
     widths = []
     model = tiny_model()
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append((kwargs.get("use_cache"), kwargs["input_ids"].shape[1])),
-        with_kwargs=True,
-    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(
             tmp_path, varied, model=model, gradient_checkpointing=True, max_steps=3, peft_config=peft_config
         )
+        after_its_checks(trainer)
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: widths.append((kwargs.get("use_cache"), kwargs["input_ids"].shape[1])),
+            with_kwargs=True,
+        )
         train(trainer)
     cached = [width for use_cache, width in widths if use_cache]
-    assert cached.count(3) == 3 and set(cached) == {1, 3}, "one prefill per rollout, then one token at a time"
+    assert cached.count(5) == 3 and set(cached) == {1, 5}, "prompts of 2 and 3 once per rollout, then token by token"
     about_cache = [record.message for record in caplog.records if "use_cache" in record.message]
     about_cache += [str(warning.message) for warning in caught if "use_cache" in str(warning.message)]
     assert len(about_cache) <= 1

@@ -17,12 +17,14 @@ from cases.harness import (
     TOK,
     Watch,
     advantages_of,
+    fed_in,
     logs_of,
     make_trainer,
     recorded_batches,
     token_logprobs,
 )
 from grupo import GRPOConfig, GRPOTrainer, ScriptedEngine
+from grupo.scoring.scorer import Scorer
 from tiny import tiny_model
 
 STEPS, PER_LOG, PASSES = 6, 3, 2  # rollouts before steps 1, 3 and 5: the logs hold two of them and one
@@ -307,14 +309,24 @@ def test_no_log_line_where_none_is_wanted(tmp_path):
     assert logs_of(trainer) == []
 
 
-def test_padding_share_by_hand(tmp_path, monkeypatch):
+@pytest.mark.parametrize("multiple", [None, 16])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_padding_and_computed_tokens_by_hand(tmp_path, monkeypatch, packed, multiple):
     batches = recorded_batches(monkeypatch)
-    trainer, _ = run(tmp_path, "dapo", max_steps=2, logging_steps=2)
+    monkeypatch.setattr(Scorer, "_check_sharing", lambda *_: packed)
+    trainer, _ = run(tmp_path, "dapo", max_steps=2, logging_steps=2, pad_to_multiple_of=multiple)
     in_updates = [batch for batch in batches if batch.reference_logprobs is not None and batch.loss_mask.any()]
-    assert [len(batch.lengths) for batch in in_updates] == [2, 2, 2, 1] * 2, "one row abstained"
-    padding = sum(batch.input_ids.numel() - int(batch.lengths.sum()) for batch in in_updates)
+    assert sorted(len(batch.lengths) for batch in in_updates) == [1, 1, 2, 2, 2, 2, 2, 2], "one row abstained"
+    tokens = 0
+    for batch in in_updates:
+        rows = fed_in(batch)
+        once = {tuple(prompt) for prompt, _ in rows} if packed else [prompt for prompt, _ in rows]
+        tokens += sum(map(len, once)) + sum(len(completion) for _, completion in rows)
     total = sum(batch.input_ids.numel() for batch in in_updates)
-    assert logs_of(trainer)[0]["padding_share"] == pytest.approx(padding / total)
+    (line,) = logs_of(trainer)
+    assert (tokens < total) == (not packed or multiple is not None)
+    assert line["padding_share"] == pytest.approx((total - tokens) / total)
+    assert line["scored_tokens"] == total / 2, "a mean over two steps"
 
 
 def test_the_policy_loss_is_the_loss_without_the_bonus(tmp_path):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grupo.models.load import base_model
+from grupo.models.decoding import decoding_copy
 from grupo.records import Completion, FinishReason
+from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
 from grupo.rollout.engine import GenerationRequest
-from grupo.rollout.sampling import Draw, draw_tokens
+from grupo.rollout.sampling import draw_tokens
 from grupo.sampling import SamplingSpec
+
+MAX_ROWS = {"cpu": 64}
+"""Rows that are decoded together, by kind of device; 256 on others."""
 
 
 @dataclass
@@ -24,104 +29,164 @@ class _Row:
 
     request: int
     place: int
+    uniforms: list[float]
     token_ids: list[int] = field(default_factory=list)
     behavior_logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
 
 
-class LocalEngine:
-    """Samples from `model` as it is now: nothing to synchronise, nothing to copy.
+@dataclass
+class _Waiting:
+    """A request of which some completions have not begun."""
 
-    Each prompt is prefilled once and its cache is fanned out to the completions of the group. The model's own
-    `generation_config` is not read, except for its stop tokens.
+    index: int
+    request: GenerationRequest
+    begun: int = 0
+    entry: Entry | None = None
+
+
+class LocalEngine:
+    """Samples from `model` as it is now: nothing to synchronise.
+
+    Each prompt is prefilled once and its cache is fanned out to the completions of the group. A completion that ends
+    leaves its place to the next one that waits. Adapters are folded into a copy of their layers for the time of a
+    rollout, where memory allows. The model's own `generation_config` is not read, except for its stop tokens.
 
     Args:
         model: called as `model(input_ids=..., past_key_values=...)`; not wrapped for several ranks.
         decode: token ids to text without special tokens.
         stop_token_ids: every id that ends a completion.
+        autocast: context of every forward, that of scoring.
+        max_rows: completions that are decoded together; None: 64 on the CPU, 256 elsewhere.
     """
 
-    def __init__(self, model: nn.Module, *, decode: Callable[[list[int]], str], stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        decode: Callable[[list[int]], str],
+        stop_token_ids: Sequence[int],
+        autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        max_rows: int | None = None,
+    ) -> None:
         self.model = model
         self.decode = decode
         self.stop_token_ids = tuple(stop_token_ids)
-        parameters = inspect.signature(type(base_model(model)).forward).parameters
-        self._takes_positions = "position_ids" in parameters
-        # transformers 5.24 renamed the keyword and the field of the output.
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self.autocast = autocast
+        self.device = next(model.parameters()).device
+        self.max_rows = max_rows or MAX_ROWS.get(self.device.type, 256)
+        self._calls = Calls(model)
+        self._takes_row_cache: bool | None = None
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         finished: dict[tuple[int, int], Completion] = {}
         if any(request.seeds for request in requests):
-            with torch.no_grad(), _evaluation_mode(self.model):
-                for row, stopped in self._decode(requests, sampling):
-                    finished[row.request, row.place] = self._completion(row, stopped)
+            with torch.no_grad(), _evaluation_mode(self.model), self.autocast():
+                decoder = self._decoder(decoding_copy(self.model) or self.model, requests)
+                with decoder.attention():
+                    for row, stopped in self._rows(decoder, requests, sampling):
+                        finished[row.request, row.place] = self._completion(row, stopped)
         return [
             [finished[index, place] for place in range(len(request.seeds))] for index, request in enumerate(requests)
         ]
 
-    def _decode(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> Iterator[tuple[_Row, bool]]:
+    def _decoder(self, model: nn.Module, requests: Sequence[GenerationRequest]) -> Decoder:
+        if self._takes_row_cache is None:
+            self._takes_row_cache = takes_row_cache(model, self._calls)
+        if not self._takes_row_cache:
+            return PlainDecoder(model, calls=self._calls)
+        slots = min(self.max_rows, sum(len(request.seeds) for request in requests))
+        return RowDecoder(model, calls=self._calls, slots=slots)
+
+    def _rows(
+        self, decoder: Decoder, requests: Sequence[GenerationRequest], sampling: SamplingSpec
+    ) -> Iterator[tuple[_Row, bool]]:
         """Yields each row when it is finished, with whether a stop token ended it."""
-        device = next(self.model.parameters()).device
-        rows = [_Row(index, place) for index, request in enumerate(requests) for place in range(len(request.seeds))]
-        counts = torch.tensor([len(request.seeds) for request in requests], device=device)
-        fan_out = torch.arange(len(requests), device=device).repeat_interleave(counts)
-        stop_ids = torch.tensor(
-            sorted({*self.stop_token_ids, *sampling.stop_token_ids}), dtype=torch.long, device=device
-        )
-
-        prompt_ids, mask = _pad_left([request.prompt.token_ids for request in requests], device)
-        seen = None
-        logits, cache = self._forward(prompt_ids, mask, positions=(mask.cumsum(-1) - 1).clamp_min(0), cache=None)
-        if sampling.repetition_penalty != 1.0:
-            seen = torch.zeros(len(requests), logits.shape[-1], dtype=torch.bool, device=device)
-            seen.scatter_(1, prompt_ids, mask.bool())
-            seen = seen.index_select(0, fan_out)
-        cache.reorder_cache(fan_out)
-        logits, mask = logits.index_select(0, fan_out), mask.index_select(0, fan_out)
-        seeds = [seed for request in requests for seed in request.seeds]
-        uniforms = _uniforms(seeds, sampling).to(device)
-
-        for step in range(sampling.max_new_tokens):
-            draw = draw_tokens(logits, sampling, uniforms[:, step], seen)
-            _append(rows, draw)
-            stopped = torch.isin(draw.token_ids, stop_ids)
-            last = step + 1 == sampling.max_new_tokens
-            if last or bool(stopped.any()):
-                stopped_rows = stopped.tolist()
-                for row, row_stopped in zip(rows, stopped_rows, strict=True):
-                    if row_stopped or last:
-                        yield row, row_stopped
-                if last or all(stopped_rows):
-                    return
+        stop_ids = {*self.stop_token_ids, *sampling.stop_token_ids}
+        waiting = deque(_Waiting(index, request) for index, request in enumerate(requests) if request.seeds)
+        rows: list[_Row] = []
+        logits: Tensor | None = None
+        seen: Tensor | None = None
+        while rows or waiting:
+            if waiting and len(rows) < self.max_rows and (decoder.can_refill or not rows):
+                new_rows, new_logits, new_seen = self._enter(decoder, waiting, len(rows), sampling)
+                logits = new_logits if logits is None else torch.cat([logits, new_logits])
+                seen = new_seen if seen is None or new_seen is None else torch.cat([seen, new_seen])
+                rows.extend(new_rows)
+            assert logits is not None
+            uniforms = [row.uniforms[len(row.token_ids)] for row in rows]
+            draw = draw_tokens(
+                logits, sampling, torch.tensor(uniforms, dtype=torch.float64, device=logits.device), seen
+            )
+            # One transfer a step; token ids are exact in float64.
+            ids, *numbers = torch.stack([column.double() for column in draw]).tolist()
+            going = []
+            for place, (row, token, behavior, sampled, entropy) in enumerate(zip(rows, ids, *numbers, strict=True)):
+                row.token_ids.append(int(token))
+                row.behavior_logprobs.append(behavior)
+                row.sampled_logprobs.append(sampled)
+                row.entropies.append(entropy)
+                stopped = int(token) in stop_ids
+                if stopped or len(row.token_ids) == sampling.max_new_tokens:
+                    yield row, stopped
+                else:
+                    going.append(place)
+            next_ids = draw.token_ids
+            if len(going) < len(rows):
                 # Rows that stopped leave at once: nothing is computed for a finished completion.
-                going = (~stopped).nonzero().squeeze(-1)
-                rows = [rows[index] for index in going.tolist()]
-                cache.reorder_cache(going)
-                mask, uniforms = mask.index_select(0, going), uniforms.index_select(0, going)
-                seen = None if seen is None else seen.index_select(0, going)
-                next_ids = draw.token_ids.index_select(0, going)
-            else:
-                next_ids = draw.token_ids
+                order = _without_holes(going)
+                decoder.keep(order)
+                rows = [rows[place] for place in order]
+                index = torch.tensor(order, dtype=torch.long, device=next_ids.device)
+                next_ids = next_ids.index_select(0, index)
+                seen = None if seen is None else seen.index_select(0, index)
+            if not rows:
+                logits = seen = None
+                continue
             if seen is not None:
                 seen.scatter_(1, next_ids.unsqueeze(-1), True)
-            mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
-            logits, cache = self._forward(
-                next_ids.unsqueeze(-1), mask, positions=mask.sum(-1, keepdim=True) - 1, cache=cache
-            )
+            logits = decoder.step(next_ids)
 
-    def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """(R, V) logits after the last token, and the cache."""
-        extra = {self._cache_name: cache, **({"position_ids": positions} if self._takes_positions else {})}
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            use_cache=True,
-            logits_to_keep=1,
-            **extra,
-        )
-        return output.logits[:, -1], output[self._cache_name]
+    def _enter(
+        self, decoder: Decoder, waiting: deque[_Waiting], running: int, sampling: SamplingSpec
+    ) -> tuple[list[_Row], Tensor, Tensor | None]:
+        """Rows for the free places, in order of the requests; their (R, V) logits, and the tokens of their prompts."""
+        free = self.max_rows - running
+        coming: list[tuple[_Waiting, int]] = []
+        for item in waiting:
+            count = min(free, len(item.request.seeds) - item.begun)
+            if count:
+                coming.append((item, count))
+            free -= count
+            if not free:
+                break
+        fresh = [item for item, _ in coming if item.entry is None]
+        if fresh:
+            entries = decoder.prefill([item.request.prompt.token_ids for item in fresh])
+            for item, entry in zip(fresh, entries, strict=True):
+                item.entry = entry
+        rows: list[_Row] = []
+        logits, seen = [], []
+        for item, count in coming:
+            assert item.entry is not None
+            decoder.enter(item.entry, count)
+            seeds = item.request.seeds[item.begun : item.begun + count]
+            places = range(item.begun, item.begun + count)
+            rows.extend(
+                _Row(item.index, place, _uniforms(seed, sampling)) for place, seed in zip(places, seeds, strict=True)
+            )
+            logits.append(item.entry.logits.expand(count, -1))
+            if sampling.repetition_penalty != 1.0:
+                of_prompt = torch.zeros(1, logits[-1].shape[-1], dtype=torch.bool, device=logits[-1].device)
+                of_prompt[0, list(item.request.prompt.token_ids)] = True
+                seen.append(of_prompt.expand(count, -1))
+            item.begun += count
+            if not decoder.can_refill:
+                item.entry = None
+        while waiting and waiting[0].begun == len(waiting[0].request.seeds):
+            waiting.popleft()
+        return rows, torch.cat(logits), torch.cat(seen) if seen else None
 
     def _completion(self, row: _Row, stopped: bool) -> Completion:
         return Completion(
@@ -134,35 +199,21 @@ class LocalEngine:
         )
 
 
-def _append(rows: Sequence[_Row], draw: Draw) -> None:
-    values = (column.tolist() for column in draw)
-    for row, token_id, behavior, sampled, entropy in zip(rows, *values, strict=True):
-        row.token_ids.append(token_id)
-        row.behavior_logprobs.append(behavior)
-        row.sampled_logprobs.append(sampled)
-        row.entropies.append(entropy)
+def _without_holes(going: Sequence[int]) -> list[int]:
+    """The rows that go on, those at the end moved into the places that became free; the others stay where they are."""
+    count = len(going)
+    staying = {row for row in going if row < count}
+    moving = iter(row for row in going if row >= count)
+    return [place if place in staying else next(moving) for place in range(count)]
 
 
-def _pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(R, P) ids with 0 on the left, and the mask that hides it. The padding id is never attended to or read."""
-    longest = max(len(sequence) for sequence in sequences)
-    ids = torch.zeros(len(sequences), longest, dtype=torch.long)
-    mask = torch.zeros(len(sequences), longest, dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        ids[row, longest - len(sequence) :] = torch.tensor(sequence, dtype=torch.long)
-        mask[row, longest - len(sequence) :] = 1
-    return ids.to(device), mask.to(device)
-
-
-def _uniforms(seeds: Sequence[int], sampling: SamplingSpec) -> Tensor:
-    """(R, max_new_tokens) float64, each row from its own seed."""
+def _uniforms(seed: int, sampling: SamplingSpec) -> list[float]:
+    """(max_new_tokens,) of one completion, from its own seed."""
     if sampling.temperature == 0:
-        return torch.zeros(len(seeds), sampling.max_new_tokens, dtype=torch.float64)
-    rows = [
-        torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        for seed in seeds
-    ]
-    return torch.stack(rows)
+        return [0.0] * sampling.max_new_tokens
+    generator = torch.Generator().manual_seed(seed)
+    numbers: list[float] = torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator).tolist()
+    return numbers
 
 
 @contextlib.contextmanager

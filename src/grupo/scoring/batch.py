@@ -1,22 +1,107 @@
-"""From samples to micro-batches: the only place that pads and builds masks."""
+"""From samples to micro-batches: the only place that pads, packs and builds masks."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grupo.records import MicroBatch, Sample
+from grupo.records import GroupSpan, MicroBatch, PackedLayout, Sample
 
 
-def micro_batches(samples: Sequence[Sample], rows_per_batch: int) -> Iterator[list[Sample]]:
-    """Rows of similar length together, so that little is padded. Losses do not depend on the order or on the cuts."""
-    ordered = sorted(samples, key=lambda sample: len(sample.prompt_ids) + len(sample.completion_ids), reverse=True)
-    for start in range(0, len(ordered), rows_per_batch):
-        yield ordered[start : start + rows_per_batch]
+def micro_batches(
+    samples: Sequence[Sample], rows_per_batch: int, *, token_budget: int | None = None, packed: bool = False
+) -> Iterator[list[Sample]]:
+    """Cuts samples into micro-batches. Losses do not depend on the order or on the cuts.
+
+    Args:
+        rows_per_batch: most completions of a micro-batch.
+        token_budget: most tokens of a micro-batch, padding included; a single completion above it stands alone.
+            None: no limit.
+        packed: completions of one prompt stand together and count its tokens once. Otherwise rows of similar length
+            stand together, so that little is padded.
+    """
+    if packed:
+        yield from _packed_batches(samples, rows_per_batch, token_budget)
+        return
+    ordered = sorted(samples, key=_row_length, reverse=True)
+    start = 0
+    while start < len(ordered):
+        # The first row is the longest, and all are padded to it.
+        fitting = rows_per_batch if token_budget is None else max(1, token_budget // _row_length(ordered[start]))
+        stop = start + min(rows_per_batch, fitting)
+        yield ordered[start:stop]
+        start = stop
+
+
+def _packed_batches(samples: Sequence[Sample], rows: int, token_budget: int | None) -> Iterator[list[Sample]]:
+    budget = token_budget or sum(map(_row_length, samples))
+    pieces = [
+        piece
+        for members in _by_prompt(samples)
+        for piece in _pieces(sorted(members, key=_completion_length, reverse=True), rows, budget)
+    ]
+    batch: list[Sample] = []
+    used = 0
+    for piece in sorted(pieces, key=lambda piece: _completion_length(piece[0]), reverse=True):
+        tokens = len(piece[0].prompt_ids) + sum(map(_completion_length, piece))
+        if batch and (len(batch) + len(piece) > rows or used + tokens > budget):
+            yield [sample for members in _by_prompt(batch) for sample in members]
+            batch, used = [], 0
+        batch, used = [*batch, *piece], used + tokens
+    if batch:
+        yield [sample for members in _by_prompt(batch) for sample in members]
+
+
+def _pieces(group: Sequence[Sample], rows: int, budget: int) -> Iterator[Sequence[Sample]]:
+    """Completions of one prompt, longest first, in as few pieces as fit; about as many tokens in each.
+
+    A piece more is a prompt computed once more.
+    """
+    prompt = len(group[0].prompt_ids)
+    room = max(budget - prompt, 1)
+    total = sum(map(_completion_length, group))
+    count = max(-(-len(group) // rows), -(-total // room))
+    while True:
+        pieces = _even_pieces(group, total / count)
+        too_large = [p for p in pieces if len(p) > rows or (len(p) > 1 and sum(map(_completion_length, p)) > room)]
+        if not too_large or count >= len(group):
+            break
+        count += 1
+    yield from pieces if not too_large else [[sample] for sample in group]
+
+
+def _even_pieces(group: Sequence[Sample], target: float) -> list[list[Sample]]:
+    """Consecutive pieces of about `target` completion tokens."""
+    pieces: list[list[Sample]] = [[]]
+    before = 0
+    for sample in group:
+        # The piece that the middle of the completion falls into.
+        if pieces[-1] and before + _completion_length(sample) / 2 > target * len(pieces):
+            pieces.append([])
+        pieces[-1].append(sample)
+        before += _completion_length(sample)
+    return pieces
+
+
+def _by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples whose prompts have the same tokens, which is all that sharing takes."""
+    groups: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt_ids, []).append(sample)
+    return list(groups.values())
+
+
+def _row_length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.completion_ids)
+
+
+def _completion_length(sample: Sample) -> int:
+    return len(sample.completion_ids)
 
 
 def collate(
@@ -26,22 +111,25 @@ def collate(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     pad_to_multiple_of: int | None = None,
+    packed: bool = False,
 ) -> MicroBatch:
-    """Pads rows on the right, prompt and completion without a gap.
+    """One micro-batch of padded rows, or one packed row in which neighbours with the same prompt share it.
 
     Args:
         dtype: of all numbers but token ids.
         pad_to_multiple_of: rounds S up, for devices that compile once per shape.
     """
+    multiple = pad_to_multiple_of or 1
     completions = [sample.completion_ids for sample in samples]
-    rows = [(*sample.prompt_ids, *sample.completion_ids) for sample in samples]
     completion_lengths = torch.tensor([len(ids) for ids in completions])
+    prompt_lengths = torch.tensor([len(sample.prompt_ids) for sample in samples])
     completion_mask = _length_mask(completion_lengths)
     has_loss = torch.tensor([sample.has_loss for sample in samples])
+    tokens = _packed_row(samples, pad_token_id, multiple) if packed else _padded_rows(samples, pad_token_id, multiple)
     batch = MicroBatch(
-        input_ids=_pad_right(rows, pad_token_id, torch.long, pad_to_multiple_of or 1),
-        lengths=torch.tensor([len(row) for row in rows]),
-        prompt_lengths=torch.tensor([len(sample.prompt_ids) for sample in samples]),
+        **tokens,
+        lengths=prompt_lengths + completion_lengths,
+        prompt_lengths=prompt_lengths,
         completion_ids=_pad_right(completions, pad_token_id, torch.long),
         completion_mask=completion_mask,
         loss_mask=completion_mask & has_loss[:, None],
@@ -54,10 +142,56 @@ def collate(
     return to_device(batch, device)
 
 
+def _padded_rows(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> dict[str, Any]:
+    rows = [(*sample.prompt_ids, *sample.completion_ids) for sample in samples]
+    input_ids = _pad_right(rows, pad_token_id, torch.long, multiple)
+    predictors = [
+        index * input_ids.shape[1] + len(sample.prompt_ids) - 1 + step
+        for index, sample in enumerate(samples)
+        for step in range(len(sample.completion_ids))
+    ]
+    return {
+        "input_ids": input_ids,
+        "position_ids": None,
+        "layout": None,
+        "predictors": torch.tensor(predictors),
+        "num_tokens": sum(map(len, rows)),
+    }
+
+
+def _packed_row(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> dict[str, Any]:
+    ids: list[int] = []
+    positions: list[int] = []
+    predictors: list[int] = []
+    groups: list[GroupSpan] = []
+    for prompt, run in itertools.groupby(samples, key=lambda sample: sample.prompt_ids):
+        members = list(run)
+        start = len(ids)
+        ids.extend(prompt)
+        positions.extend(range(len(prompt)))
+        last_of_prompt = len(ids) - 1
+        for sample in members:
+            first = len(ids)
+            ids.extend(sample.completion_ids)
+            positions.extend(range(len(prompt), len(prompt) + len(sample.completion_ids)))
+            # The first token is predicted by the prompt's last one, which all completions share.
+            predictors.extend([last_of_prompt, *range(first, len(ids) - 1)])
+        groups.append(GroupSpan(start, len(prompt), tuple(map(_completion_length, members))))
+    num_tokens = len(ids)
+    padding = -num_tokens % multiple
+    return {
+        "input_ids": torch.tensor([[*ids, *[pad_token_id] * padding]]),
+        "position_ids": torch.tensor([[*positions, *[0] * padding]]),
+        "layout": PackedLayout(tuple(groups)),
+        "predictors": torch.tensor(predictors),
+        "num_tokens": num_tokens,
+    }
+
+
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The same micro-batch on another device; every field, by iterating over them."""
-    tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    moved: dict[str, Any] = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    values: dict[str, Any] = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
     return MicroBatch(**moved)
 
 

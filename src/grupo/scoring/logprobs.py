@@ -1,19 +1,24 @@
 """Log-probs and entropy of given tokens from hidden states, without ever holding full logits.
 
-N scored positions, H hidden, V vocabulary. Logits exist for one tile of tokens x vocabulary at a time, in forward and
-in backward; the log-sum-exp over the vocabulary is accumulated online (Milakov and Gimelshein, arXiv:1805.02867).
+N scored positions, H hidden, V vocabulary; n tokens and v ids of one tile. Logits exist for one tile of n x v at a
+time; the log-sum-exp over the vocabulary is accumulated online (Milakov and Gimelshein, arXiv:1805.02867).
+
+Where the head is frozen, one pass is enough: d logprob / d hidden = (w_target - E_p[w]) / temperature, and the mean of
+the head's rows under the softmax, E_p[w], is accumulated beside the log-sum-exp, as attention accumulates its values.
+That takes two projections for value and gradient. A head that is trained needs the probabilities of all tokens again,
+so its logits are computed again in backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 TOKEN_CHUNK = 1024
-VOCABULARY_CHUNK = 16384
+VOCABULARY_CHUNK = 4096
 
 
 def chunked_logprobs(
@@ -67,29 +72,38 @@ class _ChunkedLogprobs(torch.autograd.Function):
         result_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         tiles = _Tiles(weight, bias, temperature, matmul_dtype, result_dtype, vocabulary_chunk)
         count = hidden.shape[0]
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        one_pass = needs_hidden and not needs_weight and not needs_bias
         logprobs = hidden.new_empty(count, dtype=result_dtype)
         log_normalizer = hidden.new_empty(count, dtype=result_dtype)
-        entropy = hidden.new_zeros(count if with_entropy else 0, dtype=result_dtype)
+        entropy = hidden.new_empty(count if with_entropy else 0, dtype=result_dtype)
+        mean_weight = hidden.new_empty(hidden.shape if one_pass else (0, 0), dtype=result_dtype)
         for rows in _slices(count, token_chunk):
-            target_logit, normalizer, mean_logit = tiles.reduced(hidden[rows], targets[rows], with_entropy)
-            log_normalizer[rows] = normalizer
-            logprobs[rows] = target_logit - normalizer
+            reduced = tiles.reduced(hidden[rows], targets[rows], with_entropy=with_entropy, with_mean_weight=one_pass)
+            log_normalizer[rows] = reduced.log_normalizer
+            logprobs[rows] = reduced.target_logit - reduced.log_normalizer
             if with_entropy:
-                entropy[rows] = normalizer - mean_logit
+                entropy[rows] = reduced.log_normalizer - reduced.mean_logit
+            if one_pass:
+                mean_weight[rows] = reduced.mean_weight
         # The entropy is often only looked at: without a gradient for it, backward leaves its terms out.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
-        ctx.settings = (temperature, matmul_dtype, result_dtype, token_chunk, vocabulary_chunk)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy, mean_weight)
+        ctx.settings = (temperature, matmul_dtype, result_dtype, token_chunk, vocabulary_chunk, one_pass)
         return logprobs, entropy
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
-        temperature, matmul_dtype, result_dtype, token_chunk, vocabulary_chunk = ctx.settings
+        hidden, weight, bias, targets, log_normalizer, entropy, mean_weight = ctx.saved_tensors
+        temperature, matmul_dtype, result_dtype, token_chunk, vocabulary_chunk, one_pass = ctx.settings
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_normalizer)
+        if one_pass and grad_entropy is None:
+            toward_target = weight[targets].to(result_dtype).sub_(mean_weight)
+            grad_hidden = toward_target.mul_((grad_logprobs / temperature)[:, None])
+            return grad_hidden.to(hidden.dtype), *(None,) * 8
         tiles = _Tiles(weight, bias, temperature, matmul_dtype, result_dtype, vocabulary_chunk)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=result_dtype) if needs_hidden else None
@@ -98,18 +112,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for rows in _slices(hidden.shape[0], token_chunk):
             tokens = torch.arange(hidden[rows].shape[0], device=hidden.device)
             for columns, logits in tiles(hidden[rows]):
-                log_p = logits - log_normalizer[rows, None]
-                p = log_p.exp()
+                log_p = logits.sub_(log_normalizer[rows, None])
                 # d logprob / d logit_j = [j = target] - p_j
-                grad_logits = -grad_logprobs[rows, None] * p
                 inside = (targets[rows] >= columns.start) & (targets[rows] < columns.stop)
                 hits = tokens[inside]
-                grad_logits[hits, targets[rows][inside] - columns.start] += grad_logprobs[rows][inside]
-                if grad_entropy is not None:
+                if grad_entropy is None:
+                    grad_logits = log_p.exp_().mul_(-grad_logprobs[rows, None])
+                else:
+                    p = log_p.exp()
                     # d H / d logit_j = -p_j (log p_j + H); a token of probability 0 has log p = -inf and no part in H
                     term = torch.where(p > 0, p * (log_p + entropy[rows, None]), torch.zeros_like(p))
-                    grad_logits -= grad_entropy[rows, None] * term
-                grad_logits = (grad_logits / temperature).to(matmul_dtype)
+                    grad_logits = p.mul_(-grad_logprobs[rows, None]).sub_(term.mul_(grad_entropy[rows, None]))
+                grad_logits[hits, targets[rows][inside] - columns.start] += grad_logprobs[rows][inside]
+                grad_logits = grad_logits.div_(temperature).to(matmul_dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] += (grad_logits @ weight[columns].to(matmul_dtype)).to(result_dtype)
                 if grad_weight is not None:
@@ -124,6 +139,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
+class _Reduced(NamedTuple):
+    """Of a chunk of n tokens, over the whole vocabulary."""
+
+    target_logit: Tensor
+    """(n,) one of the logits that are summed up: computed on its own it would be rounded differently, and in bfloat16
+    log-probs would come out above 0."""
+    log_normalizer: Tensor
+    """(n,) log-sum-exp of the logits."""
+    mean_logit: Tensor
+    """(n,) under the softmax; zeros unless asked for."""
+    mean_weight: Tensor | None
+    """(n, H) rows of the head under the softmax, where asked for."""
+
+
 class _Tiles:
     """Tempered logits of a chunk of tokens, one tile of the vocabulary after the other."""
 
@@ -136,42 +165,54 @@ class _Tiles:
         result_dtype: torch.dtype,
         vocabulary_chunk: int,
     ) -> None:
-        self.weight, self.bias, self.temperature = weight, bias, temperature
+        self.weight, self.temperature = weight, temperature
+        # Finite, as a probability of 0 times a logit of -inf would be NaN in the mean logit.
+        self.bias = None if bias is None else bias.to(result_dtype).clamp_min(-1e30)
         self.matmul_dtype, self.result_dtype = matmul_dtype, result_dtype
         self.vocabulary_chunk = vocabulary_chunk
 
     def __call__(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(n, v) tempered logits, tile by tile; the next one takes the memory of the last."""
         hidden = hidden.to(self.matmul_dtype)
+        columns_at_once = min(self.vocabulary_chunk, self.weight.shape[0])
+        buffer = hidden.new_empty(hidden.shape[0] * columns_at_once)
         for columns in _slices(self.weight.shape[0], self.vocabulary_chunk):
-            logits = (hidden @ self.weight[columns].to(self.matmul_dtype).T).to(self.result_dtype)
+            width = columns.stop - columns.start
+            tile = buffer[: hidden.shape[0] * width].view(hidden.shape[0], width)
+            torch.mm(hidden, self.weight[columns].to(self.matmul_dtype).T, out=tile)
+            logits = tile.to(self.result_dtype)
             if self.bias is not None:
-                logits = logits + self.bias[columns].to(self.result_dtype)
-            yield columns, logits / self.temperature
+                logits += self.bias[columns]
+            if self.temperature != 1.0:
+                logits /= self.temperature
+            yield columns, logits
 
-    def reduced(self, hidden: Tensor, targets: Tensor, with_mean_logit: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(n,) logit of each token's target, (n,) log-sum-exp of the logits, and (n,) their mean under the softmax
-        (zeros unless asked for).
-
-        The target's logit is one of those that are summed up: computed on its own it would be rounded differently, and
-        in bfloat16 log-probs would come out above 0.
-        """
+    def reduced(self, hidden: Tensor, targets: Tensor, *, with_entropy: bool, with_mean_weight: bool) -> _Reduced:
         count = hidden.shape[0]
         target_logit = hidden.new_zeros(count, dtype=self.result_dtype)
         maximum = hidden.new_full((count,), -torch.inf, dtype=self.result_dtype)
         total = hidden.new_zeros(count, dtype=self.result_dtype)
         weighted = hidden.new_zeros(count, dtype=self.result_dtype)
+        mean_weight = hidden.new_zeros(hidden.shape, dtype=self.result_dtype) if with_mean_weight else None
         for columns, logits in self(hidden):
             inside = (targets >= columns.start) & (targets < columns.stop)
             column = (targets - columns.start).clamp(0, logits.shape[-1] - 1)
             target_logit = torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), target_logit)
             new_maximum = torch.maximum(maximum, logits.amax(-1))
             rescale = (maximum - new_maximum).exp()
-            weights = (logits - new_maximum[:, None]).exp()
+            if with_entropy:
+                weights = (logits - new_maximum[:, None]).exp_()
+                weighted = weighted * rescale + torch.linalg.vecdot(weights, logits)
+            else:
+                weights = logits.sub_(new_maximum[:, None]).exp_()
             total = total * rescale + weights.sum(-1)
-            if with_mean_logit:
-                weighted = weighted * rescale + (weights * logits).sum(-1)
+            if mean_weight is not None:
+                mean_weight.mul_(rescale[:, None])
+                mean_weight += weights.to(self.matmul_dtype) @ self.weight[columns].to(self.matmul_dtype)
             maximum = new_maximum
-        return target_logit, maximum + total.log(), weighted / total
+        if mean_weight is not None:
+            mean_weight.div_(total[:, None])
+        return _Reduced(target_logit, maximum + total.log(), weighted / total, mean_weight)
 
 
 def logprobs_from_logits(

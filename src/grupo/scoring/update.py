@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,7 +51,9 @@ class UpdateResult:
     totals: StepTotals
     entropy_sum: float
     """Nats, over the tokens that the entropy bonus acts on, this rank only; 0 without a bonus."""
-    seconds: float
+    scored_tokens: int
+    """Computed with gradient on this rank: a shared prompt once, padding included."""
+    seconds: float = 0.0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,6 +77,8 @@ class PolicyUpdate:
     dtype: torch.dtype = torch.float32
     """Of the numbers beside the token ids; float64 for a float64 model."""
     pad_to_multiple_of: int | None = None
+    token_budget: int | None = None
+    """Tokens of a micro-batch at most, padding included, where one completion alone has no more; None: no limit."""
     top_entropy_quantile: float = 1.0
     kl_on_dead_groups: bool = True
     has_entropy_bonus: bool = False
@@ -82,6 +86,12 @@ class PolicyUpdate:
     def __call__(self, model: nn.Module, samples: Sequence[Sample], *, entropy_coef: float = 0.0) -> UpdateResult:
         """Leaves the step's gradients in the parameters of `model`, the module that the training step was given."""
         started = time.perf_counter()
+        self._prepare(model)
+        with self.scorer.attention():
+            result = self._step(model, samples, entropy_coef)
+        return dataclasses.replace(result, seconds=time.perf_counter() - started)
+
+    def _step(self, model: nn.Module, samples: Sequence[Sample], entropy_coef: float) -> UpdateResult:
         metrics = MetricSums()
         threshold, entropy_tokens = self._entropy_threshold(model, samples)
         totals = self._totals(samples, entropy_tokens)
@@ -89,11 +99,12 @@ class PolicyUpdate:
         self._count_skipped(metrics, [sample for sample in samples if not self._has_gradient(sample)])
         effective = sum(len(sample.completion_ids) for sample in samples if sample.has_loss and sample.advantage != 0.0)
         metrics.add_sum("effective_tokens", float(effective), 1.0 / self.ranks.num_processes)
-        batches = list(micro_batches(working, self.rows_per_batch))
+        batches = list(self._micro_batches(working))
         # Every rank makes the same number of passes, or the ranks that wait for its gradients would hang.
         passes: int = max(self.all_gather(len(batches)))
         loss = torch.zeros((), device=self.ranks.device)
         entropy_sum = policy_loss = 0.0
+        scored_tokens = 0
         for index in range(passes):
             rows = batches[index] if index < len(batches) else [_without_loss(samples[0])]
             last = index + 1 == passes
@@ -106,9 +117,8 @@ class PolicyUpdate:
             loss += share.detach()
             _add_loss_metrics(metrics, output.sums, output.extremes)
             _add_gap(metrics, batch, scores.logprobs.detach())
-            metrics.add_sum(
-                "padding_share", float(batch.input_ids.numel() - batch.lengths.sum()), batch.input_ids.numel()
-            )
+            metrics.add_sum("padding_share", batch.input_ids.numel() - batch.num_tokens, batch.input_ids.numel())
+            scored_tokens += batch.input_ids.numel()
             if self.has_entropy_bonus:
                 entropy_sum += _entropy_above(scores, batch, threshold)
                 policy_loss += float(output.policy_loss)
@@ -116,7 +126,8 @@ class PolicyUpdate:
             metrics.add_sum("policy_loss", policy_loss, 1.0 / self.ranks.num_processes)
         if passes == 0:
             _zero_gradients(model)
-        return UpdateResult(loss, metrics, totals, entropy_sum, time.perf_counter() - started)
+        metrics.add_sum("scored_tokens", float(scored_tokens), 1.0 / self.ranks.num_processes)
+        return UpdateResult(loss, metrics, totals, entropy_sum, scored_tokens)
 
     def score_window(
         self, model: nn.Module, samples: Sequence[Sample], *, with_old: bool, reference: ReferencePolicy | None
@@ -125,8 +136,9 @@ class PolicyUpdate:
         if not with_old and reference is None:
             return list(samples)
         frozen = None
+        self._prepare(model)
         # Also where dropout is asked for: that is for log-probs with gradient.
-        with dropout_off(model):
+        with dropout_off(model), self.scorer.attention():
             old = self._logprob_rows(model, samples) if with_old else None
             if reference is not None:
                 with reference.active():
@@ -140,12 +152,17 @@ class PolicyUpdate:
             for index, sample in enumerate(samples)
         ]
 
+    def _prepare(self, model: nn.Module) -> None:
+        # In the arithmetic of scoring, or its checks would take rounding for a difference.
+        with self.autocast():
+            self.scorer.prepare(model, self.ranks.device)
+
     @torch.no_grad()
     def _logprob_rows(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Log-probs of every sample, in order."""
         order = {id(sample): index for index, sample in enumerate(samples)}
         results: list[tuple[float, ...]] = [()] * len(samples)
-        for rows in micro_batches(samples, self.rows_per_batch):
+        for rows in self._micro_batches(samples):
             batch = self._collate(rows)
             with self.autocast():
                 logprobs = self.scorer.score(model, batch).logprobs.tolist()
@@ -180,9 +197,15 @@ class PolicyUpdate:
         )
         return scores, output
 
+    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+        return micro_batches(
+            samples, self.rows_per_batch, token_budget=self.token_budget, packed=bool(self.scorer.shares_prompts)
+        )
+
     def _collate(self, rows: Sequence[Sample]) -> MicroBatch:
         return collate(
             rows,
+            packed=bool(self.scorer.shares_prompts),
             pad_token_id=self.pad_token_id,
             device=self.ranks.device,
             dtype=self.dtype,
@@ -224,7 +247,7 @@ class PolicyUpdate:
             return None, None
         values = [torch.zeros(0, dtype=self.dtype)]
         # Rows without loss too: every rank has as many rows, and makes the same number of passes.
-        for rows in micro_batches(samples, self.rows_per_batch):
+        for rows in self._micro_batches(samples):
             batch = self._collate(rows)
             with self.autocast():
                 entropy = self.scorer.score(model, batch, with_entropy=True).entropy
