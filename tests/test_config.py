@@ -89,6 +89,13 @@ def test_own_fields() -> None:
         "kl_on_dead_groups": True,
         "logprob_gap_warn": 0.05,
         "logprob_gap_stop": 0.5,
+        "dynamic_sampling": False,
+        "dynamic_sampling_max_rounds": 3,
+        "num_generations_trained": None,
+        "curriculum_column": None,
+        "curriculum_threshold": 0.7,
+        "curriculum_window": 32,
+        "curriculum_success_reward": 1.0,
     }
 
 
@@ -337,6 +344,11 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "max_nonfinite_steps": [0],
     "logprob_gap_warn": [0.0, 0.6],
     "logprob_gap_stop": [0.01],
+    "dynamic_sampling_max_rounds": [0],
+    "num_generations_trained": [1, 8],
+    "curriculum_threshold": [0.0, 1.1],
+    "curriculum_window": [0],
+    "curriculum_success_reward": [math.inf],
     "entropy_coef": [math.inf],
     "adam_beta2": [1.0],
 }
@@ -414,6 +426,11 @@ EFFECT_CASES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] 
     "entropy_coef_max": (0.1, [{"entropy_coef": 0.1}], [{"use_adaptive_entropy": True}]),
     "entropy_coef_delta": (0.1, [{}], [{"use_adaptive_entropy": True}]),
     "entropy_target": (0.1, [{}], [{"use_adaptive_entropy": True}]),
+    "dynamic_sampling_max_rounds": (5, [{}], [{"dynamic_sampling": True}]),
+    "curriculum_threshold": (0.5, [{}], [{"curriculum_column": "level"}]),
+    "curriculum_window": (16, [{}], [{"curriculum_column": "level"}]),
+    "curriculum_success_reward": (0.5, [{}], [{"curriculum_column": "level"}]),
+    "shuffle_dataset": (False, [{"curriculum_column": "level"}], [{}]),
     "overlong_prompts": ("refuse", [{}], [{"max_prompt_length": 64}]),
     "num_completions_to_print": (3, [{}], [{"log_completions": True}]),
     "log_unique_prompts": (True, [{}], [{"log_completions": True}]),

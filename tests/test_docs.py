@@ -91,3 +91,19 @@ def test_architecture_names_every_module():
             assert f"`{entry.name}`" in text, entry.name
         if entry.is_dir() and entry.name not in {"__pycache__", "recipes"}:
             assert f"`{entry.name}/`" in text, entry.name
+
+
+def test_the_examples_about_signal_run(tmp_path, monkeypatch):
+    setup, *examples = blocks(ROOT / "docs" / "signal.md", "python")
+    model_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert model_id in setup and '"max_steps": 20' in setup and len(examples) == 4
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(setup.replace(model_id, str(tmp_path / "model")).replace('"max_steps": 20', '"max_steps": 2'), names)
+    for example in examples:
+        exec(example, names)
+    for folder, metric in (("refilled", "dynamic_sampling/rounds"), ("chosen", "loss"), ("course", "curriculum/level")):
+        assert f'"{metric}"' in (tmp_path / folder / "metrics.jsonl").read_text()
+    assert set(names["rates"]) <= {0.0, 0.25, 0.5, 0.75, 1.0} and len(names["rates"]) == len(names["sums"])

@@ -6,12 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grupo.scoring.logprobs import chunked_logprobs, logprobs_from_logits
 
 
 def naive(hidden, weight, targets, bias, temperature):
     logits = (hidden @ weight.T + (0 if bias is None else bias)) / temperature
+    if bias is not None and torch.isinf(bias).any():
+        # Forbidden tokens are not there at all.
+        allowed = ~torch.isinf(bias)
+        targets, logits = allowed.cumsum(0)[targets] - 1, logits[:, allowed]
     log_p = torch.log_softmax(logits, dim=-1)
     return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
@@ -25,30 +30,48 @@ def problem(n=13, h=7, v=29, seed=0, dtype=torch.float64, bias=True):
     return leaf(n, h), leaf(v, h), torch.randint(v, (n,), generator=generator), leaf(v) if bias else None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     n=st.integers(1, 20),
     v=st.integers(2, 40),
     token_chunk=st.integers(1, 25),
     vocabulary_chunk=st.integers(1, 45),
     temperature=st.floats(0.2, 3.0),
-    bias=st.booleans(),
+    bias=st.sampled_from(["none", "finite", "forbids"]),
+    trained=st.sets(st.sampled_from(["hidden", "weight", "bias"]), min_size=1),
+    entropy=st.sampled_from(["not asked for", "looked at", "with gradient"]),
     seed=st.integers(0, 1000),
 )
-def test_values_and_gradients_equal_log_softmax(n, v, token_chunk, vocabulary_chunk, temperature, bias, seed):
-    hidden, weight, targets, bias_term = problem(n=n, v=v, seed=seed, bias=bias)
-    leaves = [leaf for leaf in (hidden, weight, bias_term) if leaf is not None]
-    coefficients = torch.randn(2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def test_values_and_gradients_equal_log_softmax(
+    n, v, token_chunk, vocabulary_chunk, temperature, bias, trained, entropy, seed
+):
+    """Whatever is frozen: head, bias, or everything below the head."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight, targets, bias_term = problem(n=n, v=v, seed=seed, bias=bias != "none")
+    if bias == "forbids":
+        with torch.no_grad():
+            forbidden = torch.rand(v, generator=generator) < 0.4
+            bias_term[forbidden & ~torch.isin(torch.arange(v), targets)] = -torch.inf
+    named = {"hidden": hidden, "weight": weight, **({} if bias_term is None else {"bias": bias_term})}
+    leaves = [leaf.requires_grad_(name in trained) for name, leaf in named.items()]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    coefficients = torch.randn(2, n, dtype=torch.float64, generator=generator)
+    if entropy != "with gradient":
+        coefficients = coefficients[:1]
 
     expected = naive(hidden, weight, targets, bias_term, temperature)
-    wanted = torch.autograd.grad(sum((c * e).sum() for c, e in zip(coefficients, expected, strict=True)), leaves)
     got = chunked_logprobs(
-        hidden, weight, targets, bias=bias_term, temperature=temperature, with_entropy=True,
+        hidden, weight, targets, bias=bias_term, temperature=temperature, with_entropy=entropy != "not asked for",
         token_chunk=token_chunk, vocabulary_chunk=vocabulary_chunk,
     )  # fmt: skip
-    found = torch.autograd.grad(sum((c * g).sum() for c, g in zip(coefficients, got, strict=True)), leaves)
-
-    for one, other in [*zip(got, expected, strict=True), *zip(found, wanted, strict=True)]:
+    assert (got[1] is None) == (entropy == "not asked for")
+    pairs = [(one, other) for one, other in zip(got, expected, strict=True) if one is not None]
+    if leaves:
+        # Not strict: without gradient for the entropy there is one coefficient per token.
+        losses = [sum((c * o).sum() for c, o in zip(coefficients, out, strict=False)) for out in (got, expected)]
+        found, wanted = (torch.autograd.grad(loss, leaves) for loss in losses)
+        pairs += zip(found, wanted, strict=True)
+    for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
@@ -71,6 +94,75 @@ def test_frozen_head_gets_no_gradient():
     logprobs, _ = chunked_logprobs(hidden, weight, targets)
     logprobs.sum().backward()
     assert hidden.grad is not None and weight.grad is None
+
+
+class Products(TorchDispatchMode):
+    """Multiplications and additions of every matrix product that runs, in units of N x V x H."""
+
+    def __init__(self, unit):
+        super().__init__()
+        self.unit, self.count = unit, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            left, right = args[-2:]
+            self.count += left.numel() * right.shape[-1] / self.unit
+        return result
+
+
+@pytest.mark.parametrize(
+    "frozen, entropy, forwards, backwards",
+    [
+        (True, "not asked for", 2, 0),
+        (True, "looked at", 2, 0),
+        # The entropy's own gradient takes the logits again, and the product with the head.
+        (True, "with gradient", 2, 2),
+        # Logits again, and the products with head and hidden states.
+        (False, "looked at", 1, 3),
+        (False, "with gradient", 1, 3),
+    ],
+)
+def test_projections_through_the_head(frozen, entropy, forwards, backwards):
+    """A frozen head is done when the forward is: logits once, and the mean of its rows under the softmax."""
+    hidden, weight, targets, _ = problem(n=12, h=8, v=30, bias=False)
+    weight.requires_grad_(not frozen)
+    unit = hidden.numel() * weight.shape[0]
+    with Products(unit) as forward:
+        logprobs, entropies = chunked_logprobs(
+            hidden, weight, targets, with_entropy=entropy != "not asked for", token_chunk=5, vocabulary_chunk=7
+        )
+    loss = logprobs.sum() + (entropies.sum() if entropy == "with gradient" else 0)
+    with Products(unit) as backward:
+        loss.backward()
+    assert (forward.count, backward.count) == pytest.approx((forwards, backwards))
+
+
+def test_without_gradient_there_is_one_projection():
+    """As in scoring of the reference and of the old policy."""
+    hidden, weight, targets, _ = problem(bias=False)
+    with torch.no_grad(), Products(hidden.numel() * weight.shape[0]) as products:
+        chunked_logprobs(hidden, weight, targets, with_entropy=True, vocabulary_chunk=7)
+    assert products.count == pytest.approx(1)
+
+
+def test_one_pass_and_two_passes_agree_in_low_precision():
+    """The frozen head rounds its mean row, the trained one its probabilities: both to bfloat16."""
+    exact_hidden, exact_weight, targets, _ = problem(n=40, h=32, v=300, bias=False)
+    gradients = {}
+    for name, dtype, frozen in (
+        ("exact", torch.float64, True),
+        ("one pass", torch.bfloat16, True),
+        ("two passes", torch.bfloat16, False),
+    ):
+        # The same numbers in every dtype.
+        hidden, weight = (t.detach().bfloat16().to(dtype) for t in (exact_hidden, exact_weight))
+        logprobs, _ = chunked_logprobs(hidden.requires_grad_(), weight.requires_grad_(not frozen), targets)
+        logprobs.sum().backward()
+        gradients[name] = hidden.grad.double()
+    for name in ("one pass", "two passes"):
+        error = (gradients[name] - gradients["exact"]).norm() / gradients["exact"].norm()
+        assert error < 0.01, name
 
 
 def test_extreme_logits_stay_finite():

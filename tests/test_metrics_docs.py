@@ -12,7 +12,7 @@ from grupo.metrics import STEP_METRICS
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 FROM_ROLLOUTS = ("Rewards", "Completions")
-FROM_STEPS = ("Policy and loss", "Work and time")
+FROM_STEPS = ("Policy and loss", "Signal", "Work and time")
 
 
 def sections():
@@ -43,6 +43,8 @@ RUNS = {
     "top entropy": {"top_entropy_quantile": 0.5},
     "off-policy mask": {"off_policy_mask_threshold": 1.0},
     "sequence ratios": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "dynamic sampling": {"dynamic_sampling": True},
+    "curriculum": {"curriculum_column": "level", "shuffle_dataset": True, "per_device_train_batch_size": 4},
     "truncated masked": {"mask_truncated_completions": True, "max_completion_length": 2},
     **{loss: {"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "gspo")},
 }
@@ -54,7 +56,8 @@ def logged(tmp_path_factory):
     training, evaluation, final = set(), set(), set()
     for settings in RUNS.values():
         sets = {"eval_rows": ROWS} if "beta" in settings else {}
-        trainer = make_trainer(tmp_path_factory.mktemp("run"), varied, **sets, **settings)
+        rows = [{**row, "level": index} for index, row in enumerate(ROWS)]
+        trainer = make_trainer(tmp_path_factory.mktemp("run"), varied, rows, **sets, **settings)
         # Some completions end by themselves, or there would be no terminated length.
         trainer.engine.stop_token_ids = tuple(range(60))
         train(trainer)

@@ -36,6 +36,7 @@ COMPARED = (
     "real engine",
     "real engine with adapter",
     *(name for name in two_ranks_worker.SCENARIOS if name.startswith("group over two ranks")),
+    *(name for name in two_ranks_worker.SCENARIOS if name.startswith(("replaced groups", "chosen completions"))),
 )
 
 
@@ -139,6 +140,33 @@ def test_a_group_on_two_ranks_has_the_advantages_of_the_whole_group(folder: Path
     for outcome in outcomes:
         (log,) = training_logs(outcome)
         assert log["reward"] == 0.5 and log["completions/mean_length"] == 4.0
+
+
+def test_groups_are_replaced_on_both_ranks(folder: Path) -> None:
+    """Else the comparison above would prove little: a round with nothing to sample on one rank, chosen rows on one."""
+    first, second = both(folder, "replaced groups")
+    prompts = [[sample["prompt_ids"] for sample in outcome["samples"][0]] for outcome in (first, second)]
+    assert [len(set(of_rank)) for of_rank in prompts] == [2, 2]
+    assert training_logs(first)[0]["dynamic_sampling/rounds"] == 3
+    first, second = both(folder, "chosen completions, groups over two ranks")
+    chosen = [[s["has_loss"] for step in outcome["samples"] for s in step] for outcome in (first, second)]
+    counts = {
+        (sum(a), sum(b)) for a, b in zip(*([c[i : i + 2] for i in range(0, len(c), 2)] for c in chosen), strict=True)
+    }
+    assert {a + b for a, b in counts} == {2} and len(counts) > 1 and counts & {(0, 2), (2, 0)}
+
+
+def test_a_resumed_run_with_every_signal_option(folder: Path) -> None:
+    for outcome in both(folder, "all signal, resumed"):
+        assert all(torch.equal(outcome["parts"][name], outcome["whole"][name]) for name in outcome["whole"])
+        rounds = [log["dynamic_sampling/rounds"] for log in outcome["logs"] if "dynamic_sampling/rounds" in log]
+        levels = [log["curriculum/level"] for log in outcome["logs"] if "curriculum/level" in log]
+        assert max(rounds) > 1 and levels[0] < levels[-1]
+
+
+def test_pass_rates_do_not_depend_on_the_number_of_ranks(folder: Path, one_process: Any) -> None:
+    first, second = (outcome["rates"] for outcome in both(folder, "pass rates"))
+    assert first == second == one_process("pass rates")["rates"] and len(set(first)) > 1
 
 
 @pytest.mark.parametrize("name", ["real engine", "real engine with adapter"])

@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from grupo.errors import GrupoError
+from grupo.evals.pass_rates import measured_pass_rates
 from grupo.scoring.scorer import Scorer
 from tiny import tiny_model
 from tiny_trainer import EOS, PROMPTS, Spy, gradients, make_trainer, scripted_ids, weights
@@ -256,6 +257,50 @@ def evaluated(folder: Path) -> dict[str, Any]:
     return outcome
 
 
+# Of the first window, B is dead on rank 0 and D on rank 1; E, which replaces B, has to be replaced again.
+WITH_DEAD = [
+    {"prompt": letter, "dead": letter.isupper(), "level": index // 6} for index, letter in enumerate("aBcDEfghIjkl")
+]
+CURRICULUM = {
+    "curriculum_column": "level", "curriculum_window": 2, "curriculum_threshold": 0.1, "curriculum_success_reward": 0.5,
+    "shuffle_dataset": True,
+}  # fmt: skip
+
+
+def replaced_groups(folder: Path, **settings: Any) -> dict[str, Any]:
+    return train(folder, dataset=WITH_DEAD, dynamic_sampling=True, **{**OFF_POLICY, "max_steps": 4, **settings})
+
+
+def chosen_completions(folder: Path, **settings: Any) -> dict[str, Any]:
+    """The chosen two of four may all be on one rank, also among the rows that are scored before the update."""
+    dataset = [row for row in WITH_DEAD if not row["dead"]]
+    return train(
+        folder, dataset=dataset, num_generations_trained=2, beta=0.1, **{**OFF_POLICY, "max_steps": 6, **settings}
+    )  # fmt: skip
+
+
+def all_signal_resumed(folder: Path) -> dict[str, Any]:
+    """Stopped inside a window and resumed, beside the same run in one go."""
+    settings: dict[str, Any] = {
+        "script": None, "batch": 8, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2, "beta": 0.1,
+        "save_strategy": "steps", "save_steps": 3, "num_generations_trained": 2, **CURRICULUM,
+    }  # fmt: skip
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    replaced_groups(folder / "parts", callbacks=[Stop()], **settings)
+    whole = replaced_groups(folder / "whole", **settings)
+    parts = replaced_groups(folder / "parts", resume=True, **settings)
+    return {"whole": whole["weights"], "parts": parts["weights"], "logs": whole["logs"]}
+
+
+def pass_rates(folder: Path) -> dict[str, Any]:
+    trainer = make_trainer(folder, script=None, per_device_train_batch_size=16 // WORLD_SIZE, ddp_timeout=60)
+    return {"rates": measured_pass_rates(trainer, PROMPTS[:3], samples=3)}
+
+
 Scenario = Callable[[Path], dict[str, Any]]
 SCENARIOS: dict[str, Scenario] = {
     "even": even,
@@ -279,6 +324,20 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "resumed": resumed,
     "logs on one rank": logs_on_one_rank,
+    "replaced groups": replaced_groups,
+    "replaced groups, each over two ranks": lambda folder: replaced_groups(
+        folder, batch=4, accumulation=2, scale_rewards="batch"
+    ),
+    "replaced groups, real engine, curriculum": lambda folder: replaced_groups(
+        folder, script=None, learning_rate=0.05, max_steps=6, **CURRICULUM
+    ),
+    "chosen completions": chosen_completions,
+    "chosen completions, groups over two ranks": lambda folder: chosen_completions(folder, batch=4),
+    "chosen completions, entropy threshold": lambda folder: chosen_completions(
+        folder, batch=4, accumulation=2, top_entropy_quantile=0.6
+    ),
+    "all signal, resumed": all_signal_resumed,
+    "pass rates": pass_rates,
     "evaluated": evaluated,
     "reward error on one rank": reward_error_on_one_rank,
     "failed rewards on one rank": failed_rewards_on_one_rank,

@@ -222,6 +222,9 @@ class GRPOConfig(TrainingArguments):
     """Multiplies the KL term by the ratio (arXiv 2512.02556)."""
     kl_on_dead_groups: bool = True
     """Keeps the KL term of groups whose advantages are all zero."""
+    micro_batch_tokens: int | None = None
+    """Tokens of one forward and backward pass at most, padding included, within per_device_train_batch_size; None: what
+    40 % of the free memory holds, and 768 MiB on the CPU."""
     scoring_dropout: bool = False
     """Keeps the model's dropout on where log-probs are computed with gradient. Rollouts never have dropout."""
 
@@ -239,6 +242,23 @@ class GRPOConfig(TrainingArguments):
     reward_timeout: float | None = 60.0
     """Seconds until a reward function that has not returned counts as failed; None: no limit, and synchronous ones run
     in the calling thread."""
+
+    # Signal per second.
+
+    dynamic_sampling: bool = False
+    """Replaces the groups of a rollout that have no signal by groups of new prompts (DAPO, arXiv 2503.14476)."""
+    dynamic_sampling_max_rounds: int = 3
+    """Times at most that replacements are sampled for one rollout; what has no signal then stays in."""
+    num_generations_trained: int | None = None
+    """Completions per prompt that are trained on, those whose rewards vary most (PODS, arXiv 2504.13818); None: all."""
+    curriculum_column: str | None = None
+    """Dataset column with the difficulty of each prompt, a number; lower ones come first. None: no curriculum."""
+    curriculum_threshold: float = 0.7
+    """Success rate of the newest level, in (0, 1], at which the next one is unlocked."""
+    curriculum_window: int = 32
+    """Prompts over which the success rate is measured: the last so many of the newest level."""
+    curriculum_success_reward: float = 1.0
+    """Total reward from which on a completion is a success."""
 
     # Reference policy and entropy.
 
@@ -305,7 +325,7 @@ class GRPOConfig(TrainingArguments):
         rules.check_accelerator_config(vars(self.accelerator_config), vars(AcceleratorConfig()))
         if self.sampling_spec().is_greedy:
             raise ConfigError("generation_kwargs: temperature 0 is greedy, and all completions would be the same.")
-        StepPlan.from_config(self, num_prompts=None)
+        rules.check_trained_subset(self, StepPlan.from_config(self, num_prompts=None))
         rules.warn_unusual(self)
 
     @property

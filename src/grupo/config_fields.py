@@ -63,10 +63,18 @@ GRUPO_ROWS: dict[str, FieldRow] = {
     "max_failed_reward_share": _honoured("share of failed rewards in a rollout above which the run stops"),
     "reward_timeout": _honoured("seconds until a reward function that has not returned counts as failed"),
     "max_nonfinite_steps": _honoured("steps with non-finite gradients after which the run stops"),
+    "micro_batch_tokens": _honoured("tokens of one forward and backward pass at most; None: from the free memory"),
     "scoring_dropout": _honoured("dropout while log-probs are computed with gradient; off by default"),
     "kl_on_dead_groups": _honoured("KL term on groups whose advantages are all zero; on as in TRL"),
     "logprob_gap_warn": _honoured("mean gap between sampling and scored log-probs, nats, that warns"),
     "logprob_gap_stop": _honoured("the same gap, nats, that stops the run when three rollouts in a row exceed it"),
+    "dynamic_sampling": _honoured("groups without a signal are replaced by groups of new prompts; see signal.md"),
+    "dynamic_sampling_max_rounds": _honoured("additional rounds per rollout at most; needs dynamic_sampling"),
+    "num_generations_trained": _honoured("completions per prompt that are trained on, those whose rewards vary most"),
+    "curriculum_column": _honoured("dataset column with a number per prompt, easy first; see signal.md"),
+    "curriculum_threshold": _honoured("success rate that unlocks the next level; needs curriculum_column"),
+    "curriculum_window": _honoured("prompts over which it is measured; needs curriculum_column"),
+    "curriculum_success_reward": _honoured("total reward of a success; needs curriculum_column"),
 }
 """Fields that neither TRL nor transformers has."""
 

@@ -23,6 +23,7 @@ from grupo.names import nearest
 
 if TYPE_CHECKING:
     from grupo.config import GRPOConfig
+    from grupo.step_plan import StepPlan
 
 logger = logging.getLogger("grupo")
 
@@ -246,6 +247,7 @@ RANGES: dict[str, Range] = {
     "num_generations_eval": _COUNT,
     "max_completion_length": _COUNT,
     "max_prompt_length": _COUNT,
+    "micro_batch_tokens": _COUNT,
     "generation_batch_size": _COUNT,
     "steps_per_generation": _COUNT,
     "num_iterations": _COUNT,
@@ -272,6 +274,10 @@ RANGES: dict[str, Range] = {
     "max_nonfinite_steps": _COUNT,
     "logprob_gap_warn": Range(above=0, may_be_infinite=True, why="nats"),
     "logprob_gap_stop": Range(above=0, may_be_infinite=True, why="nats"),
+    "dynamic_sampling_max_rounds": _COUNT,
+    "num_generations_trained": Range(at_least=2, why="one completion alone shows no difference of rewards"),
+    "curriculum_threshold": Range(above=0, at_most=1, why="a share of completions"),
+    "curriculum_window": _COUNT,
 }
 """None is in range wherever the field's type allows it. top_p, top_k, min_p and repetition_penalty: SamplingSpec."""
 
@@ -362,6 +368,24 @@ EFFECTS: tuple[Effect, ...] = (
         "with use_adaptive_entropy=True",
     ),
     Effect(
+        ("dynamic_sampling_max_rounds",),
+        lambda config: config.dynamic_sampling,
+        ("dynamic_sampling",),
+        "with dynamic_sampling=True",
+    ),
+    Effect(
+        ("curriculum_threshold", "curriculum_window", "curriculum_success_reward"),
+        lambda config: config.curriculum_column is not None,
+        ("curriculum_column",),
+        "with a curriculum_column",
+    ),
+    Effect(
+        ("shuffle_dataset",),
+        lambda config: config.curriculum_column is None,
+        ("curriculum_column",),
+        "without a curriculum, whose unlocked prompts are always drawn in a random order",
+    ),
+    Effect(
         ("overlong_prompts",),
         lambda config: config.max_prompt_length is not None,
         ("max_prompt_length",),
@@ -421,6 +445,25 @@ def check_pairs(config: GRPOConfig) -> None:
         raise ConfigError(
             f"lr_scheduler_type={str(config.lr_scheduler_type)!r} watches metric_for_best_model, and the loss of GRPO "
             "says nothing about progress. Set metric_for_best_model='reward' and lr_scheduler_kwargs={'mode': 'max'}."
+        )
+
+
+def check_trained_subset(config: GRPOConfig, plan: StepPlan) -> None:
+    """The completions that are trained on are chosen per group, and each optimizer step must have its share of them."""
+    trained, group = config.num_generations_trained, config.num_generations
+    if trained is None:
+        return
+    if trained >= group:
+        raise ConfigError(
+            f"num_generations_trained={trained} leaves nothing out of the num_generations={group} completions of a "
+            f"prompt. Set it below {group}, or leave it unset to train on all of them."
+        )
+    if plan.completions_per_step % group:
+        raise ConfigError(
+            f"num_generations_trained={trained} chooses among the {group} completions of a prompt, and an optimizer "
+            f"step of {plan.completions_per_step} completions takes a part of a group, which may hold any number of "
+            f"the chosen ones. Make the step a multiple of {group} completions (per_device_train_batch_size x "
+            "gradient_accumulation_steps x processes), or leave num_generations_trained unset."
         )
 
 

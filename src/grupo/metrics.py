@@ -28,6 +28,8 @@ STEP_METRICS = frozenset(
             "tokens_per_second",
         ),
         *("step_time", "time/generating", "time/rewarding", "time/scoring", "time/updating"),
+        *("dynamic_sampling/rounds", "dynamic_sampling/groups", "dynamic_sampling/kept_share"),
+        *("dynamic_sampling/live_share", "curriculum/level", "curriculum/success_rate"),
     }
 )
 """Names in a training log besides those of the rollout, of reward functions and of the end of a run."""

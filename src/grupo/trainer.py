@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, set_seed
 
 from grupo.config import GRPOConfig
+from grupo.data.curriculum import check_curriculum_column
 from grupo.data.prompts import (
-    PromptStream,
     PromptTokenizer,
     TokenizedRow,
     apply_length_policy,
@@ -33,11 +33,12 @@ from grupo.data.prompts import (
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
-from grupo.models.load import check_trainable, context_length, name_of, stop_token_ids, vocabulary_size
+from grupo.models.load import base_model, check_trainable, context_length, name_of, stop_token_ids, vocabulary_size
+from grupo.models.memory import default_token_budget
 from grupo.models.reference import ReferencePolicy
 from grupo.records import Sample
 from grupo.rollout.collect import RolloutCollector, RolloutResult
-from grupo.rollout.deal import deal
+from grupo.rollout.deal import deal, even_share
 from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
 from grupo.runs.checkpoint import (
@@ -55,6 +56,7 @@ from grupo.scoring.scorer import Scorer, dropout_off
 from grupo.scoring.update import PolicyUpdate, UpdateResult
 from grupo.step_plan import StepPlan
 from grupo.trainer_parts import (
+    SIGNAL_FIELDS,
     LastStepIsLogged,
     RewardFunctions,
     advantage_settings,
@@ -62,13 +64,14 @@ from grupo.trainer_parts import (
     check_optimizer,
     dataset_length,
     entropy_controller,
-    even_share,
     mapping,
     named_datasets,
     objective,
     one_item_per_step,
     only_item,
     policy,
+    prompt_stream,
+    refill,
     refuse_unsupported,
     reward_runner,
     tokenizer_of,
@@ -147,6 +150,7 @@ class GRPOTrainer(Trainer):
         num_prompts = None if train_dataset is None else dataset_length(train_dataset)
         self.plan = StepPlan.from_config(args, num_prompts=num_prompts)
         self._check_columns(train_dataset, eval_dataset)
+        check_curriculum_column(args.curriculum_column, train_dataset)
         check_best_metric(args, eval_dataset)
 
         set_seed(args.seed)
@@ -160,7 +164,7 @@ class GRPOTrainer(Trainer):
         self.train_rows = self.tokenized_rows(train_dataset, "training") if train_dataset is not None else []
         if train_dataset is not None:
             self.plan = StepPlan.from_config(args, num_prompts=len(self.train_rows))
-            self.prompt_stream = self._prompt_stream()
+            self.prompt_stream = prompt_stream(args, self.train_rows, self.plan)
         # What cannot be evaluated is found now, not at the first evaluation.
         self._eval_rows = [
             (dataset, self.tokenized_rows(dataset, "evaluation"))
@@ -188,7 +192,9 @@ class GRPOTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         self._prepare_checkpointing()
         self.reference = ReferencePolicy(self.model) if args.beta != 0.0 else None
-        self.engine: Engine = engine or LocalEngine(self.model, decode=self._decode, stop_token_ids=self.stop_token_ids)
+        self.engine: Engine = engine or LocalEngine(
+            self.model, decode=self._decode, stop_token_ids=self.stop_token_ids, autocast=self.accelerator.autocast
+        )
         self.collector = RolloutCollector(
             engine=self.engine,
             rewards=self.rewards,
@@ -271,6 +277,7 @@ class GRPOTrainer(Trainer):
                 settings=advantage_settings(self.config),
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(self.state),
+                refill=refill(self.config, self.prompt_stream),
             )
             self._record_rollout(result)
             samples.update({number + first: sample for number, sample in result.samples.items()})
@@ -309,14 +316,6 @@ class GRPOTrainer(Trainer):
             raise ConfigError("Training needs a train_dataset.")
         assert self.plan.steps_per_epoch is not None
         return DataLoader(range(self.plan.steps_per_epoch), batch_size=1, collate_fn=only_item)  # type: ignore[arg-type]
-
-    def _prompt_stream(self) -> PromptStream:
-        return PromptStream(
-            self.train_rows,
-            prompts_per_window=self.plan.prompts_per_rollout * self.plan.rollouts_per_step,
-            seed=self.config.resolved_data_seed,
-            shuffle=self.config.shuffle_dataset,
-        )
 
     def tokenized_rows(self, dataset: Any, what: str) -> list[TokenizedRow]:
         """The rows of a dataset as prompts that fit; `what` they are for, in what is said of those that do not."""
@@ -443,6 +442,8 @@ class GRPOTrainer(Trainer):
                 logger.log(level, "%s", line)
         # A second call is a run of its own.
         self._window = None
+        if self.train_rows:
+            self.prompt_stream = prompt_stream(self.config, self.train_rows, self.plan)
         self._start_guards()
         self._metrics.clear()
         try:
@@ -479,7 +480,13 @@ class GRPOTrainer(Trainer):
                     plan=self.plan.describe(),
                     trainable_parameters=self.trainable_parameters,
                     parameters=self.total_parameters,
+                    micro_batch_tokens=self.policy_update.token_budget,
                 ),
+            )
+        elif self.config.micro_batch_tokens is None:
+            # Free memory may be another now; the run goes on as it was.
+            self.policy_update.token_budget = self.run_folder.read_json("manifest.json").get(
+                "micro_batch_tokens", self.policy_update.token_budget
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -500,11 +507,13 @@ class GRPOTrainer(Trainer):
     def _record_rollout(self, result: RolloutResult) -> None:
         self.state.num_input_tokens_seen += result.tokens
         self._metrics.merge(result.metrics)
+        for name, value in self.prompt_stream.report(result.outcomes).items():
+            self._metrics.add(name, value)
         self._spend("generating", result.seconds_generating)
         self._spend("rewarding", result.seconds_rewarding)
-        self.run_folder.append_completions(
-            result.groups, step=self.state.global_step + 1, reward_names=self.rewards.names
-        )
+        about: dict[str, Any] = {"step": self.state.global_step + 1, "reward_names": self.rewards.names}
+        self.run_folder.append_completions(result.groups, **about)
+        self.run_folder.append_completions(result.dropped, **about, replaced=True)
         if self.config.log_completions:
             self.completion_table.add(result.groups, self.state.global_step + 1, result.extras)
 
@@ -542,6 +551,7 @@ class GRPOTrainer(Trainer):
             fingerprint=self._fingerprint(),
             entropy_controller=None if self.entropy_controller is None else self.entropy_controller.state_dict(),
             reference=self.reference.state_dict() if self.reference and self.config.sync_ref_model else None,
+            prompt_stream=self.prompt_stream.state_dict(),
         )
         super()._save_checkpoint(model, trial)
 
@@ -552,8 +562,10 @@ class GRPOTrainer(Trainer):
             return
         state = load_state(Path(checkpoint), rank=self.args.process_index, world_size=self.args.world_size)
         if state is None:
+            self.prompt_stream.load_state_dict(None)
             return
         check_fingerprint(Path(checkpoint), state.get("fingerprint", {}), self._fingerprint())
+        self.prompt_stream.load_state_dict(state.get("prompt_stream"))
         self._window = state["window"]
         if self.entropy_controller is not None and state["entropy_controller"] is not None:
             self.entropy_controller.load_state_dict(state["entropy_controller"])
@@ -573,6 +585,7 @@ class GRPOTrainer(Trainer):
             "data_seed": self.config.resolved_data_seed,
             "temperature": self.config.training_temperature,
             "beta": self.config.beta,
+            **{name: getattr(self.config, name) for name in SIGNAL_FIELDS},
         }
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -593,6 +606,8 @@ class GRPOTrainer(Trainer):
             # Padding is never read; an id without an embedding would be looked up all the same.
             pad_token_id=0 if pad is None or pad >= (self.vocabulary_size or pad + 1) else pad,
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
+            token_budget=self._token_budget(),
+            on_token_budget=self._write_token_budget,
             all_gather=self._all_gather,
             autocast=self.accelerator.autocast,
             dtype=torch.float64 if torch.float64 in floats else torch.float32,
@@ -600,6 +615,17 @@ class GRPOTrainer(Trainer):
             kl_on_dead_groups=self.config.kl_on_dead_groups,
             has_entropy_bonus=self.entropy_controller is not None or self.config.entropy_coef != 0.0,
         )
+
+    def _token_budget(self) -> int | None:
+        """Tokens of a micro-batch: as set, or by what their activations take."""
+        if self.config.micro_batch_tokens is not None:
+            return self.config.micro_batch_tokens
+        return default_token_budget(
+            base_model(self.model), self.accelerator.device, checkpointing=bool(self.args.gradient_checkpointing)
+        )
+
+    def _write_token_budget(self, budget: int | None) -> None:
+        self.run_folder.update_json("manifest.json", {"micro_batch_tokens": budget})
 
     def _start_guards(self) -> None:
         self.gradient_guard = GradientGuard(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,23 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from grupo.algo.entropy import EntropyController
 from grupo.algo.losses import Objective
 from grupo.config import GRPOConfig
+from grupo.data.curriculum import AdaptiveStream, Curriculum
+from grupo.data.prompts import PromptStream, TokenizedRow
 from grupo.errors import ConfigError, DataError, UnsupportedError
+from grupo.metrics import AllGather
 from grupo.models.load import add_adapter, load_policy, load_tokenizer
+from grupo.models.reference import ReferencePolicy
+from grupo.records import Sample
 from grupo.rewards.runner import RewardRunner
-from grupo.rollout.collect import AdvantageSettings
+from grupo.rollout.slots import AdvantageSettings, Refill
+from grupo.scoring.update import PolicyUpdate
+from grupo.step_plan import StepPlan
+
+SIGNAL_FIELDS = (
+    *("dynamic_sampling", "dynamic_sampling_max_rounds", "num_generations_trained", "curriculum_column"),
+    *("curriculum_threshold", "curriculum_window", "curriculum_success_reward"),
+)
+"""Settings that decide which prompts are drawn and which of their completions are trained on."""
 
 RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]]
 
@@ -130,6 +144,69 @@ def advantage_settings(config: GRPOConfig) -> AdvantageSettings:
         aggregation=config.multi_objective_aggregation,
         mask_truncated=config.mask_truncated_completions,
         max_failed_share=config.max_failed_reward_share,
+        trained_per_group=config.num_generations_trained,
+    )
+
+
+def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPlan) -> PromptStream:
+    """The order of the training prompts; one with a state only where what came of them has a say in it."""
+    per_window = plan.prompts_per_rollout * plan.rollouts_per_step
+    seed, shuffle = config.resolved_data_seed, config.shuffle_dataset
+    if not config.dynamic_sampling and config.curriculum_column is None:
+        return PromptStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle)
+    curriculum = None
+    if config.curriculum_column is not None:
+        curriculum = Curriculum(
+            rows,
+            column=config.curriculum_column,
+            threshold=config.curriculum_threshold,
+            window=config.curriculum_window,
+            success_reward=config.curriculum_success_reward,
+            prompts_per_window=per_window,
+        )
+    return AdaptiveStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
+
+
+def refill(config: GRPOConfig, stream: PromptStream) -> Refill | None:
+    """Where groups without a signal are replaced from; None: they are not."""
+    if not config.dynamic_sampling:
+        return None
+    assert isinstance(stream, AdaptiveStream)
+    return Refill(stream.draw, config.dynamic_sampling_max_rounds)
+
+
+def score_window(
+    update: PolicyUpdate,
+    model: Any,
+    samples: Sequence[Sample],
+    *,
+    with_old: bool,
+    reference: ReferencePolicy | None,
+    all_gather: AllGather,
+) -> list[Sample]:
+    """The samples with the log-probs that stay fixed while their window is trained on.
+
+    Rows without loss are scored only as far as it takes for every rank to make the same number of passes. The others of
+    them get the engine's log-probs, or zeros: nothing reads them, but micro-batches are complete or not at all.
+    """
+    if not with_old and reference is None:
+        return list(samples)
+    counted = [index for index, sample in enumerate(samples) if sample.has_loss]
+    others = [index for index, sample in enumerate(samples) if not sample.has_loss]
+    rows: int = max(all_gather(len(counted)))
+    scored = counted + others[: rows - len(counted)]
+    results = {index: _with_unread_logprobs(samples[index], with_old, reference is not None) for index in others}
+    fixed = update.score_window(model, [samples[index] for index in scored], with_old=with_old, reference=reference)
+    results.update(zip(scored, fixed, strict=True))
+    return [results[index] for index in range(len(samples))]
+
+
+def _with_unread_logprobs(sample: Sample, with_old: bool, with_reference: bool) -> Sample:
+    unread = sample.behavior_logprobs or (0.0,) * len(sample.completion_ids)
+    return dataclasses.replace(
+        sample,
+        old_logprobs=unread if with_old else None,
+        reference_logprobs=unread if with_reference else None,
     )
 
 
@@ -194,11 +271,6 @@ def dataset_length(dataset: Any) -> int:
             "example datasets.Dataset.from_list(list(dataset.take(10_000)))."
         )
     return len(dataset)
-
-
-def even_share(count: int, world_size: int, rank: int) -> list[int]:
-    """The contiguous share of range(count) of one rank; shares differ by one at most."""
-    return list(range(count * rank // world_size, count * (rank + 1) // world_size))
 
 
 def only_item(items: list[int]) -> int:

@@ -133,6 +133,16 @@ def test_a_plain_function_that_returns_a_coroutine_is_told_about_async() -> None
 # Abstentions and numbers that are not finite: ms-swift issue 8123, TRL PR 3079
 
 
+def test_nothing_to_score_needs_no_columns() -> None:
+    """As on a rank without completions in an evaluation of fewer prompts than ranks."""
+
+    def needs(completions: list[str], answer: list[int]) -> list[float]:
+        raise AssertionError
+
+    table = run(needs, count=0)
+    assert table.scores == [] and table.failures == () and table.names == ("needs",)
+
+
 def test_none_abstains_and_is_no_failure() -> None:
     table = run([returning([1.0, None, 0.0, 1.0]), returning([0.0, 0.5, 0.5, None])], count=4)
     assert table.scores == [(1.0, 0.0), (None, 0.5), (0.0, 0.5), (1.0, None)]

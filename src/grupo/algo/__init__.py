@@ -8,6 +8,7 @@
     terms.py        the per-token policy terms: clipped, CISPO, SAPO, VESPO
     ratios.py       importance ratios, the off-policy mask, the KL estimator
     entropy.py      the high-entropy threshold and the adaptive entropy coefficient
+    selection.py    the completions of a group that are worth training on
 
 Settings arrive as plain keyword arguments. Nothing here knows about models, ranks or micro-batches: a loss is a
 numerator over a denominator that the caller counted once for the whole optimizer step.
@@ -16,6 +17,7 @@ numerator over a denominator that the caller counted once for the whole optimize
 from grupo.algo.advantages import Advantages, compute_advantages
 from grupo.algo.entropy import EntropyController, entropy_threshold
 from grupo.algo.losses import AGGREGATIONS, LOSSES, LossInputs, LossOutput, Objective, PolicyLoss, StepTotals
+from grupo.algo.selection import max_variance_subset
 
 __all__ = [
     "AGGREGATIONS",
@@ -29,4 +31,5 @@ __all__ = [
     "StepTotals",
     "compute_advantages",
     "entropy_threshold",
+    "max_variance_subset",
 ]

@@ -278,6 +278,10 @@ def _truncate_left(rows: Sequence[TokenizedRow], limit: int, what: str) -> list[
 _OVERLONG_POLICIES = {"filter": _filter_overlong, "refuse": _refuse_overlong, "truncate_left": _truncate_left}
 
 
+Outcome = tuple[Prompt, tuple[float | None, ...]]
+"""A prompt with the total rewards of its completions, None where unknown."""
+
+
 class PromptStream:
     """The order in which prompts are drawn: a pure function of the seed and the number of the rollout window.
 
@@ -290,7 +294,6 @@ class PromptStream:
     ) -> None:
         self.rows = rows
         self.prompts_per_window = prompts_per_window
-        self.windows_per_epoch = len(rows) // prompts_per_window
         self.seed = seed
         self.shuffle = shuffle
         self._order_of: tuple[int, list[int]] = (-1, [])
@@ -298,7 +301,7 @@ class PromptStream:
 
     def window(self, index: int) -> list[Prompt]:
         """The prompts of rollout window `index`, counted from 0 over all epochs."""
-        epoch, position = divmod(index, self.windows_per_epoch)
+        epoch, position = divmod(index, len(self.rows) // self.prompts_per_window)
         order = self._order(epoch)
         first_draw = index * self.prompts_per_window
         start = position * self.prompts_per_window
@@ -307,13 +310,27 @@ class PromptStream:
             for offset, row in enumerate(order[start : start + self.prompts_per_window])
         ]
 
+    def report(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
+        """Tells the stream what the prompts of a rollout came to; returns metrics. This stream does not listen."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on where `state_dict` was made; None: the checkpoint has no state of ours."""
+
     def _order(self, epoch: int) -> list[int]:
         if self._order_of[0] != epoch:
-            order = list(range(len(self.rows)))
+            order = self._drawn_from()
             if self.shuffle:
                 random.Random(f"prompt order, seed {self.seed}, epoch {epoch}").shuffle(order)
             self._order_of = (epoch, order)
         return self._order_of[1]
+
+    def _drawn_from(self) -> list[int]:
+        """Positions of the rows that an epoch is made of."""
+        return list(range(len(self.rows)))
 
 
 def reward_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:

@@ -10,7 +10,8 @@ from grupo.data.prompts import TokenizedRow
 from grupo.errors import RewardError
 from grupo.evals.statistics import Interval, clustered_interval
 from grupo.records import Group
-from grupo.rollout.collect import AdvantageSettings, RolloutCollector
+from grupo.rollout.collect import RolloutCollector
+from grupo.rollout.slots import AdvantageSettings
 from grupo.sampling import SamplingSpec
 
 

@@ -153,8 +153,10 @@ class RewardRunner:
                 column that is not there, or raised a RewardError itself.
             DataError: a dataset column has a reserved name.
         """
-        self.check_columns(columns)
         count = len(completions)
+        if count == 0:  # a rank with nothing to score has no columns either
+            return RewardTable(self.names, [], [], (), {}, {})
+        self.check_columns(columns)
         shared: dict[str, Sequence[Any]] = {
             "prompts": prompts,
             "completions": completions,
@@ -165,8 +167,6 @@ class RewardRunner:
             shared["prompt_texts"] = prompt_texts
         for name, values in shared.items():
             assert len(values) == count, f"{name} has {len(values)} entries for {count} completions"
-        if count == 0:
-            return RewardTable(self.names, [], [], (), {}, {})
 
         jobs = []
         for function in self._functions:

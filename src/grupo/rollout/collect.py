@@ -1,8 +1,7 @@
 """One rollout: prompts -> completions -> rewards -> advantages -> samples, over all ranks.
 
-The completions of a rollout are numbered 0 .. P*G - 1 over all ranks, group after group. Each rank samples and scores
-the completions that it will train on; only numbers (scores, lengths) travel between ranks, and advantages are computed
-from all of them on every rank.
+Each rank samples and scores the completions that it will train on; only numbers (scores, lengths) travel between ranks,
+and `Slots` computes advantages from all of them on every rank.
 """
 
 from __future__ import annotations
@@ -11,33 +10,22 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from grupo.algo.advantages import compute_advantages
-from grupo.data.prompts import reward_columns
+from grupo.data.prompts import Outcome, reward_columns
 from grupo.errors import RewardError
-from grupo.metrics import STEP_METRICS, AllGather, MetricSums
-from grupo.records import Completion, Group, Prompt, RewardStatus, Rollout, Sample, group_by_prompt
+from grupo.metrics import STEP_METRICS, AllGather, MetricSums, merged
+from grupo.records import Completion, Group, Prompt, RewardStatus, Rollout, Sample
 from grupo.rewards.runner import RewardRunner, RewardTable
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
+from grupo.rollout.slots import AdvantageSettings, Earnings, Refill, Round, Row, Slots
 from grupo.sampling import SamplingSpec
 
 logger = logging.getLogger("grupo")
-
-
-@dataclass(frozen=True)
-class AdvantageSettings:
-    """How rewards become advantages, what is left out of the loss, and how many rewards may fail."""
-
-    weights: tuple[float, ...] | None
-    scale: str
-    aggregation: str
-    mask_truncated: bool = False
-    max_failed_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,31 +36,18 @@ class RolloutResult:
     """This rank's samples by completion number."""
     groups: tuple[Group, ...]
     """This rank's completions by prompt, for people to read."""
+    dropped: tuple[Group, ...]
+    """The same of groups that had no signal and were replaced."""
     extras: dict[str, list[Any]]
-    """Columns that reward functions logged with `log_extra`, in order of this rank's completions."""
+    """Columns that reward functions logged with `log_extra`, one value per completion of `groups`."""
+    outcomes: list[Outcome]
+    """Of every prompt that was sampled, replaced ones included; of all ranks, the same on each."""
     metrics: MetricSums
-    """Of all ranks, the same on each."""
+    """Of all ranks, the same on each. Rewards and completions are those of everything that was sampled."""
     tokens: int
     """Sampled by all ranks, and those of the prompts, which count once per completion."""
     seconds_generating: float
     seconds_rewarding: float
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The numbers of one completion that travel between ranks."""
-
-    number: int
-    prompt_id: int
-    prompt_tokens: int
-    completion_tokens: int
-    truncated: bool
-    scores: tuple[float | None, ...]
-    statuses: tuple[RewardStatus, ...]
-
-    @property
-    def failed(self) -> bool:
-        return RewardStatus.FAILED in self.statuses
 
 
 class RolloutCollector:
@@ -113,6 +88,7 @@ class RolloutCollector:
         trainer_state: Any = None,
         purpose: str = "train",
         rows_at_once: int | None = None,
+        refill: Refill | None = None,
     ) -> RolloutResult:
         """Collects one rollout.
 
@@ -121,10 +97,51 @@ class RolloutCollector:
             numbers: the completions of this rank, out of range(P * group_size).
             purpose: keeps the random numbers of training and evaluation apart.
             rows_at_once: most completions that the engine samples together; None: all of them.
+            refill: replaces groups without a signal, in their slots; None: they stay.
 
         Raises:
             RewardError: on every rank, if a reward function broke the contract on any of them, or failed too often.
         """
+        slots = Slots(prompts, group_size=group_size, settings=settings)
+
+        def sample(own: Sequence[int]) -> None:
+            slots.add(self._round(slots.prompts, own, group_size, sampling, purpose, rows_at_once, trainer_state))
+            _check_failures(slots.rounds, settings)
+
+        sample(numbers)
+        while refill is not None and len(slots.rounds) <= refill.max_rounds and (dead := slots.without_signal()):
+            slots.replace(dead, refill.draw(len(dead)))
+            sample([number for number in numbers if number // group_size in dead])
+        rows, earnings = slots.everything_sampled()
+        metrics = _metrics(rows, earnings, self.rewards.names)
+        if refill is not None:
+            _refill_metrics(metrics, slots, sampled=len(rows) // group_size)
+        logged = merged(one.logged for one in slots.rounds)
+        _refuse_clashes(logged, metrics)
+        metrics.merge(logged)
+        return RolloutResult(
+            samples=slots.samples(),
+            groups=slots.groups(),
+            dropped=tuple(slots.dropped),
+            extras=slots.extras(),
+            outcomes=_outcomes(slots.drawn, rows, earnings),
+            metrics=metrics,
+            tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
+            seconds_generating=sum(one.seconds_generating for one in slots.rounds),
+            seconds_rewarding=sum(one.seconds_rewarding for one in slots.rounds),
+        )
+
+    def _round(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        group_size: int,
+        sampling: SamplingSpec,
+        purpose: str,
+        rows_at_once: int | None,
+        trainer_state: Any,
+    ) -> Round:
+        """Samples and scores this rank's completions `numbers`; every rank enters, with or without any."""
         started = time.perf_counter()
         chunk = rows_at_once or max(len(numbers), 1)
         completions = [
@@ -136,35 +153,15 @@ class RolloutCollector:
         own_prompts = [prompts[number // group_size] for number in numbers]
         table, error = self._score(own_prompts, completions, trainer_state)
         rewarded = time.perf_counter()
-        rollouts = [
-            Rollout(prompt, completion, scores, statuses)
-            for prompt, completion, scores, statuses in zip(
-                own_prompts, completions, table.scores, table.statuses, strict=True
+        rollouts = {
+            number: Rollout(prompt, completion, scores, statuses)
+            for number, prompt, completion, scores, statuses in zip(
+                numbers, own_prompts, completions, table.scores, table.statuses, strict=True
             )
-        ]
-        rows, user_metrics, failed_calls = self._exchange(numbers, rollouts, table, error)
+        }
+        rows, logged, failed_calls = self._exchange(rollouts, table, error)
         self._tell(table)
-        failures = sum(row.failed for row in rows)
-        if failures > settings.max_failed_share * len(rows):
-            raise RewardError(_too_many_failures(failures, len(rows), settings.max_failed_share, failed_calls))
-        outcome = _advantages(rows, settings)
-        metrics = _metrics(rows, outcome, self.rewards.names)
-        _refuse_clashes(user_metrics, metrics)
-        metrics.merge(user_metrics)
-        position_of = {row.number: position for position, row in enumerate(rows)}
-        positions = [position_of[number] for number in numbers]
-        return RolloutResult(
-            samples={
-                number: _sample(rollout, position, outcome, settings)
-                for number, rollout, position in zip(numbers, rollouts, positions, strict=True)
-            },
-            groups=_groups(rollouts, positions, outcome),
-            extras=table.extras,
-            metrics=metrics,
-            tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
-            seconds_generating=generated - started,
-            seconds_rewarding=rewarded - generated,
-        )
+        return Round(rollouts, table.extras, rows, logged, failed_calls, generated - started, rewarded - generated)
 
     def _generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], group_size: int, sampling: SamplingSpec, purpose: str
@@ -224,11 +221,11 @@ class RolloutCollector:
             )  # fmt: skip
 
     def _exchange(
-        self, numbers: Sequence[int], rollouts: Sequence[Rollout], table: RewardTable, error: RewardError | None
-    ) -> tuple[list[_Row], MetricSums, list[str]]:
+        self, rollouts: Mapping[int, Rollout], table: RewardTable, error: RewardError | None
+    ) -> tuple[dict[int, Row], MetricSums, list[str]]:
         """Of all ranks: the rows by completion number, what reward functions logged, and how some of them failed."""
         own_rows = [
-            _Row(
+            Row(
                 number=number,
                 prompt_id=rollout.prompt.id,
                 prompt_tokens=len(rollout.prompt.token_ids),
@@ -237,7 +234,7 @@ class RolloutCollector:
                 scores=rollout.scores,
                 statuses=rollout.statuses,
             )
-            for number, rollout in zip(numbers, rollouts, strict=True)
+            for number, rollout in rollouts.items()
         ]
         failed_calls = [f"{failure.name}: {failure.kind}, {failure.message}" for failure in table.failures]
         # One collective that every rank enters whatever its reward functions did: no rank can be left waiting.
@@ -247,73 +244,36 @@ class RolloutCollector:
         for message in messages:
             if message is not None:
                 raise error or RewardError(message)
-        user_metrics = MetricSums()
+        logged = MetricSums()
         for metrics in rank_metrics:
             for name, values in metrics.items():
                 for value in values:
-                    user_metrics.add(name, value)
+                    logged.add(name, value)
         rows = sorted(itertools.chain(*rank_rows), key=lambda row: row.number)
-        return rows, user_metrics, list(itertools.chain(*rank_failed_calls))
+        return {row.number: row for row in rows}, logged, list(itertools.chain(*rank_failed_calls))
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """Per row, in order of completion number."""
-
-    rewards: list[float | None]
-    advantages: list[float]
-    live: list[bool]
-    group_std: list[float]
-
-
-def _advantages(rows: Sequence[_Row], settings: AdvantageSettings) -> _Outcome:
-    scores = torch.tensor(
-        [[float("nan") if score is None else score for score in row.scores] for row in rows], dtype=torch.float64
-    )
-    result = compute_advantages(
-        scores,
-        [row.prompt_id for row in rows],
-        weights=settings.weights,
-        scale=settings.scale,
-        aggregation=settings.aggregation,
-        failed=torch.tensor([row.failed for row in rows]),
-    )
-    rewards = [
-        value if scored else None for value, scored in zip(result.rewards.tolist(), result.scored.tolist(), strict=True)
-    ]
-    return _Outcome(rewards, result.advantages.tolist(), result.live.tolist(), result.group_std.tolist())
+def _check_failures(rounds: Sequence[Round], settings: AdvantageSettings) -> None:
+    """Counts over all rounds: in one of a few completions a single failure would be a large share."""
+    rows = [row for one in rounds for row in one.rows.values()]
+    failures = sum(row.failed for row in rows)
+    if failures > settings.max_failed_share * len(rows):
+        failed_calls = [call for one in rounds for call in one.failed_calls]
+        raise RewardError(_too_many_failures(failures, len(rows), settings.max_failed_share, failed_calls))
 
 
-def _sample(rollout: Rollout, position: int, outcome: _Outcome, settings: AdvantageSettings) -> Sample:
-    masked = settings.mask_truncated and rollout.completion.is_truncated
-    return Sample(
-        prompt_ids=rollout.prompt.token_ids,
-        completion_ids=rollout.completion.token_ids,
-        advantage=outcome.advantages[position],
-        has_loss=rollout.is_scored and not masked,
-        group_is_live=outcome.live[position],
-        behavior_logprobs=rollout.completion.behavior_logprobs,
-        entropies=rollout.completion.entropies,
-    )
+def _outcomes(prompts: Sequence[Prompt], rows: Sequence[Row], earnings: Earnings) -> list[Outcome]:
+    rewards: dict[int, list[float | None]] = {prompt.id: [] for prompt in prompts}
+    for row, reward in zip(rows, earnings.rewards, strict=True):
+        rewards[row.prompt_id].append(reward)
+    return [(prompt, tuple(rewards[prompt.id])) for prompt in prompts]
 
 
-def _groups(rollouts: Sequence[Rollout], positions: Sequence[int], outcome: _Outcome) -> tuple[Group, ...]:
-    return tuple(
-        Group(
-            prompt=rollouts[members[0]].prompt,
-            rollouts=tuple(rollouts[member] for member in members),
-            rewards=tuple(outcome.rewards[positions[member]] for member in members),
-            advantages=tuple(outcome.advantages[positions[member]] for member in members),
-        )
-        for members in group_by_prompt(rollouts).values()
-    )
-
-
-def _metrics(rows: Sequence[_Row], outcome: _Outcome, names: Sequence[str]) -> MetricSums:
+def _metrics(rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> MetricSums:
     metrics = MetricSums()
     _length_metrics(metrics, rows)
-    _reward_metrics(metrics, rows, outcome, names)
-    _signal_metrics(metrics, rows, outcome)
+    _reward_metrics(metrics, rows, earnings, names)
+    _signal_metrics(metrics, rows, earnings)
     return metrics
 
 
@@ -327,7 +287,7 @@ def _refuse_clashes(user_metrics: MetricSums, own: MetricSums) -> None:
             )
 
 
-def _length_metrics(metrics: MetricSums, rows: Sequence[_Row]) -> None:
+def _length_metrics(metrics: MetricSums, rows: Sequence[Row]) -> None:
     lengths = [row.completion_tokens for row in rows]
     _add_distribution(metrics, "completions/{}_length", lengths)
     _add_distribution(
@@ -336,7 +296,7 @@ def _length_metrics(metrics: MetricSums, rows: Sequence[_Row]) -> None:
     metrics.add("completions/clipped_ratio", sum(row.truncated for row in rows) / len(rows), len(rows))
 
 
-def _reward_metrics(metrics: MetricSums, rows: Sequence[_Row], outcome: _Outcome, names: Sequence[str]) -> None:
+def _reward_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         scores = [score for row in rows if (score := row.scores[index]) is not None]
         if scores:
@@ -345,21 +305,30 @@ def _reward_metrics(metrics: MetricSums, rows: Sequence[_Row], outcome: _Outcome
         for status, label in ((RewardStatus.FAILED, "failed"), (RewardStatus.ABSTAINED, "abstained")):
             share = sum(row.statuses[index] is status for row in rows) / len(rows)
             metrics.add(f"rewards/{name}/{label}_share", share, len(rows))
-    totals = [reward for reward in outcome.rewards if reward is not None]
+    totals = [reward for reward in earnings.rewards if reward is not None]
     if totals:
         metrics.add("reward", sum(totals) / len(totals), len(totals))
         metrics.add("reward_std", _std(totals), len(totals))
 
 
-def _signal_metrics(metrics: MetricSums, rows: Sequence[_Row], outcome: _Outcome) -> None:
-    live_of_group = {row.prompt_id: live for row, live in zip(rows, outcome.live, strict=True)}
-    std_of_group = {row.prompt_id: std for row, std in zip(rows, outcome.group_std, strict=True) if not math.isnan(std)}
+def _signal_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings) -> None:
+    live_of_group = {row.prompt_id: live for row, live in zip(rows, earnings.live, strict=True)}
+    stds = zip(rows, earnings.group_std, strict=True)
+    std_of_group = {row.prompt_id: std for row, std in stds if not math.isnan(std)}
     count = len(live_of_group)
     live_share = sum(live_of_group.values()) / count
     metrics.add("frac_reward_zero_std", 1.0 - live_share, count)
     metrics.add("live_group_share", live_share, count)
     if std_of_group:
         metrics.add("reward_within_group_std", sum(std_of_group.values()) / len(std_of_group), len(std_of_group))
+
+
+def _refill_metrics(metrics: MetricSums, slots: Slots, *, sampled: int) -> None:
+    count, dead = len(slots.prompts), len(slots.without_signal())
+    metrics.add("dynamic_sampling/rounds", float(len(slots.rounds)))
+    metrics.add("dynamic_sampling/groups", float(sampled))
+    metrics.add_sum("dynamic_sampling/kept_share", float(count), float(sampled))
+    metrics.add("dynamic_sampling/live_share", 1.0 - dead / count, count)
 
 
 def _add_distribution(metrics: MetricSums, pattern: str, values: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Which completions of a rollout window belong to which optimizer step and rank."""
+"""Which completions belong to which optimizer step and rank."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def deal(
         [number for start in starts[first : first + blocks_per_step] for number in range(start, start + share)]
         for first in range(0, len(starts), blocks_per_step)
     ]
+
+
+def even_share(count: int, world_size: int, rank: int) -> list[int]:
+    """The contiguous share of range(count) of one rank; shares differ by one at most."""
+    return list(range(count * rank // world_size, count * (rank + 1) // world_size))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grupo.models.decoding import decoding_copy
+from grupo.models.memory import give_back_memory
 from grupo.records import Completion, FinishReason
 from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
 from grupo.rollout.engine import GenerationRequest
@@ -87,6 +88,8 @@ class LocalEngine:
                 with decoder.attention():
                     for row, stopped in self._rows(decoder, requests, sampling):
                         finished[row.request, row.place] = self._completion(row, stopped)
+                del decoder
+            give_back_memory(self.device)
         return [
             [finished[index, place] for place in range(len(request.seeds))] for index, request in enumerate(requests)
         ]

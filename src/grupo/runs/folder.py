@@ -73,6 +73,14 @@ class RunFolder:
             text = json.dumps(_jsonable(content), indent=2, ensure_ascii=False, allow_nan=False)
             (self.path / name).write_text(text + "\n", encoding="utf-8")
 
+    def read_json(self, name: str) -> dict[str, Any]:
+        """What `write_json` wrote; empty where there is no such file."""
+        path = self.path / name
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+    def update_json(self, name: str, changes: Mapping[str, Any]) -> None:
+        self.write_json(name, {**self.read_json(name), **changes})
+
 
 def group_record(group: Group, reward_names: Sequence[str]) -> dict[str, Any]:
     """A group as people and other programs read it."""

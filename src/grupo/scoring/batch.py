@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -57,34 +58,29 @@ def _packed_batches(samples: Sequence[Sample], rows: int, token_budget: int | No
         yield [sample for members in _by_prompt(batch) for sample in members]
 
 
-def _pieces(group: Sequence[Sample], rows: int, budget: int) -> Iterator[Sequence[Sample]]:
+def _pieces(group: Sequence[Sample], rows: int, budget: int) -> list[list[Sample]]:
     """Completions of one prompt, longest first, in as few pieces as fit; about as many tokens in each.
 
     A piece more is a prompt computed once more.
     """
-    prompt = len(group[0].prompt_ids)
-    room = max(budget - prompt, 1)
-    total = sum(map(_completion_length, group))
-    count = max(-(-len(group) // rows), -(-total // room))
-    while True:
-        pieces = _even_pieces(group, total / count)
-        too_large = [p for p in pieces if len(p) > rows or (len(p) > 1 and sum(map(_completion_length, p)) > room)]
-        if not too_large or count >= len(group):
-            break
-        count += 1
-    yield from pieces if not too_large else [[sample] for sample in group]
+    room = min(max(budget - len(group[0].prompt_ids), 1), sum(map(_completion_length, group)))
+    fewest = len(_filled(group, rows, room))
+    # The smallest room that takes no more pieces makes them even.
+    smallest = bisect.bisect_left(range(room), True, key=lambda tokens: len(_filled(group, rows, tokens)) <= fewest)
+    return _filled(group, rows, smallest)
 
 
-def _even_pieces(group: Sequence[Sample], target: float) -> list[list[Sample]]:
-    """Consecutive pieces of about `target` completion tokens."""
-    pieces: list[list[Sample]] = [[]]
-    before = 0
+def _filled(group: Sequence[Sample], rows: int, room: int) -> list[list[Sample]]:
+    """Piece after piece of at most `rows` completions and `room` tokens; a longer completion stands alone."""
+    pieces: list[list[Sample]] = []
+    used = 0
     for sample in group:
-        # The piece that the middle of the completion falls into.
-        if pieces[-1] and before + _completion_length(sample) / 2 > target * len(pieces):
+        length = _completion_length(sample)
+        if not pieces or len(pieces[-1]) == rows or used + length > room:
             pieces.append([])
+            used = 0
         pieces[-1].append(sample)
-        before += _completion_length(sample)
+        used += length
     return pieces
 
 

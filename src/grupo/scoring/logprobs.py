@@ -74,16 +74,26 @@ class _ChunkedLogprobs(torch.autograd.Function):
         count = hidden.shape[0]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         one_pass = needs_hidden and not needs_weight and not needs_bias
+        # The mean logit is the hidden state times the mean row of the head, where that is precise enough.
+        entropy_from_mean = one_pass and bias is None and matmul_dtype == result_dtype
         logprobs = hidden.new_empty(count, dtype=result_dtype)
         log_normalizer = hidden.new_empty(count, dtype=result_dtype)
         entropy = hidden.new_empty(count if with_entropy else 0, dtype=result_dtype)
         mean_weight = hidden.new_empty(hidden.shape if one_pass else (0, 0), dtype=result_dtype)
         for rows in _slices(count, token_chunk):
-            reduced = tiles.reduced(hidden[rows], targets[rows], with_entropy=with_entropy, with_mean_weight=one_pass)
+            reduced = tiles.reduced(
+                hidden[rows],
+                targets[rows],
+                with_entropy=with_entropy and not entropy_from_mean,
+                with_mean_weight=one_pass,
+            )
             log_normalizer[rows] = reduced.log_normalizer
             logprobs[rows] = reduced.target_logit - reduced.log_normalizer
             if with_entropy:
-                entropy[rows] = reduced.log_normalizer - reduced.mean_logit
+                mean_logit = reduced.mean_logit
+                if entropy_from_mean:
+                    mean_logit = torch.linalg.vecdot(hidden[rows].to(result_dtype), reduced.mean_weight) / temperature
+                entropy[rows] = reduced.log_normalizer - mean_logit
             if one_pass:
                 mean_weight[rows] = reduced.mean_weight
         # The entropy is often only looked at: without a gradient for it, backward leaves its terms out.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,11 +19,15 @@ from torch import Tensor, nn
 
 from grupo.algo.entropy import entropy_threshold
 from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
+from grupo.errors import TrainingError
 from grupo.metrics import AllGather, MetricSums
+from grupo.models.memory import give_back_memory, is_out_of_memory, memory_given_back_between_layers
 from grupo.models.reference import ReferencePolicy
 from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate, micro_batches
 from grupo.scoring.scorer import Scorer, Scores, dropout_off
+
+logger = logging.getLogger("grupo")
 
 ENTROPY_ROUNDING = 1e-4
 """Nats. Tokens this close below the entropy threshold reach it. The threshold is often one token's own entropy, and the
@@ -79,6 +84,8 @@ class PolicyUpdate:
     pad_to_multiple_of: int | None = None
     token_budget: int | None = None
     """Tokens of a micro-batch at most, padding included, where one completion alone has no more; None: no limit."""
+    on_token_budget: Callable[[int], None] | None = None
+    """Called with the new budget after an out-of-memory."""
     top_entropy_quantile: float = 1.0
     kl_on_dead_groups: bool = True
     has_entropy_bonus: bool = False
@@ -87,9 +94,48 @@ class PolicyUpdate:
         """Leaves the step's gradients in the parameters of `model`, the module that the training step was given."""
         started = time.perf_counter()
         self._prepare(model)
-        with self.scorer.attention():
-            result = self._step(model, samples, entropy_coef)
-        return dataclasses.replace(result, seconds=time.perf_counter() - started)
+        while True:
+            try:
+                with self._scoring():
+                    result = self._step(model, samples, entropy_coef)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._halve_token_budget(samples, error)
+                # Of the micro-batches before it: the step begins again.
+                model.zero_grad(set_to_none=True)
+            else:
+                return dataclasses.replace(result, seconds=time.perf_counter() - started)
+
+    @contextlib.contextmanager
+    def _scoring(self) -> Iterator[None]:
+        decoder, device = self.scorer.decoder, self.ranks.device
+        with self.scorer.attention(), memory_given_back_between_layers(decoder, device):
+            yield
+        give_back_memory(device)
+
+    def _halve_token_budget(self, samples: Sequence[Sample], error: Exception) -> None:
+        """Half of what the largest micro-batch had.
+
+        Raises:
+            TrainingError: a micro-batch is a single completion already, or other ranks are in the middle of theirs.
+        """
+        largest = max(self._collate(rows).input_ids.numel() for rows in self._micro_batches(samples))
+        longest = max(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
+        if self.ranks.num_processes > 1 or largest <= longest:
+            raise TrainingError(
+                f"Out of memory with {largest} tokens in a micro-batch, of which the longest completion and its prompt "
+                f"have {longest}. Set micro_batch_tokens={max(longest, largest // 2)}, gradient_checkpointing=True, or "
+                "max_completion_length lower."
+            ) from error
+        self.token_budget = max(longest, largest // 2)
+        logger.warning(
+            "Out of memory with %d tokens in a micro-batch; from now on one has at most %d (micro_batch_tokens).",
+            largest,
+            self.token_budget,
+        )
+        if self.on_token_budget is not None:
+            self.on_token_budget(self.token_budget)
 
     def _step(self, model: nn.Module, samples: Sequence[Sample], entropy_coef: float) -> UpdateResult:
         metrics = MetricSums()
@@ -99,15 +145,12 @@ class PolicyUpdate:
         self._count_skipped(metrics, [sample for sample in samples if not self._has_gradient(sample)])
         effective = sum(len(sample.completion_ids) for sample in samples if sample.has_loss and sample.advantage != 0.0)
         metrics.add_sum("effective_tokens", float(effective), 1.0 / self.ranks.num_processes)
-        batches = list(self._micro_batches(working))
-        # Every rank makes the same number of passes, or the ranks that wait for its gradients would hang.
-        passes: int = max(self.all_gather(len(batches)))
+        passes = list(self._passes(working, _without_loss(samples[0])))
         loss = torch.zeros((), device=self.ranks.device)
         entropy_sum = policy_loss = 0.0
         scored_tokens = 0
-        for index in range(passes):
-            rows = batches[index] if index < len(batches) else [_without_loss(samples[0])]
-            last = index + 1 == passes
+        for index, (rows, _) in enumerate(passes):
+            last = index + 1 == len(passes)
             with contextlib.nullcontext() if last else self.ranks.no_sync(model):
                 batch = self._collate(rows)
                 scores, output = self._loss(model, batch, totals, threshold, entropy_coef)
@@ -124,7 +167,7 @@ class PolicyUpdate:
                 policy_loss += float(output.policy_loss)
         if self.has_entropy_bonus:
             metrics.add_sum("policy_loss", policy_loss, 1.0 / self.ranks.num_processes)
-        if passes == 0:
+        if not passes:
             _zero_gradients(model)
         metrics.add_sum("scored_tokens", float(scored_tokens), 1.0 / self.ranks.num_processes)
         return UpdateResult(loss, metrics, totals, entropy_sum, scored_tokens)
@@ -132,22 +175,29 @@ class PolicyUpdate:
     def score_window(
         self, model: nn.Module, samples: Sequence[Sample], *, with_old: bool, reference: ReferencePolicy | None
     ) -> list[Sample]:
-        """The samples with the log-probs that stay fixed while their window is trained on."""
+        """The samples with the log-probs that stay fixed while their window is trained on.
+
+        Rows without loss are not scored. They get the engine's log-probs, or zeros: nothing reads them, but a
+        micro-batch has them for all of its rows or for none.
+        """
         if not with_old and reference is None:
             return list(samples)
-        frozen = None
+        counted = [index for index, sample in enumerate(samples) if sample.has_loss]
+        old: dict[int, tuple[float, ...]] = {}
+        frozen: dict[int, tuple[float, ...]] = {}
         self._prepare(model)
         # Also where dropout is asked for: that is for log-probs with gradient.
-        with dropout_off(model), self.scorer.attention():
-            old = self._logprob_rows(model, samples) if with_old else None
+        with dropout_off(model), self._scoring():
+            if with_old:
+                old = self._logprob_rows(model, samples, counted)
             if reference is not None:
                 with reference.active():
-                    frozen = self._logprob_rows(model, samples)
+                    frozen = self._logprob_rows(model, samples, counted)
         return [
             dataclasses.replace(
                 sample,
-                old_logprobs=old[index] if old is not None else sample.old_logprobs,
-                reference_logprobs=frozen[index] if frozen is not None else sample.reference_logprobs,
+                old_logprobs=old.get(index, _unread(sample)) if with_old else sample.old_logprobs,
+                reference_logprobs=frozen.get(index, _unread(sample)) if reference else sample.reference_logprobs,
             )
             for index, sample in enumerate(samples)
         ]
@@ -158,17 +208,28 @@ class PolicyUpdate:
             self.scorer.prepare(model, self.ranks.device)
 
     @torch.no_grad()
-    def _logprob_rows(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Log-probs of every sample, in order."""
-        order = {id(sample): index for index, sample in enumerate(samples)}
-        results: list[tuple[float, ...]] = [()] * len(samples)
-        for rows in self._micro_batches(samples):
+    def _logprob_rows(
+        self, model: nn.Module, samples: Sequence[Sample], counted: Sequence[int]
+    ) -> dict[int, tuple[float, ...]]:
+        """Log-probs of the samples at `counted`."""
+        index_of = {id(samples[index]): index for index in counted}
+        results: dict[int, tuple[float, ...]] = {}
+        for rows, is_own in self._passes([samples[index] for index in counted], samples[0]):
             batch = self._collate(rows)
             with self.autocast():
                 logprobs = self.scorer.score(model, batch).logprobs.tolist()
-            for sample, values in zip(rows, logprobs, strict=True):
-                results[order[id(sample)]] = tuple(values[: len(sample.completion_ids)])
+            if is_own:
+                for sample, values in zip(rows, logprobs, strict=True):
+                    results[index_of[id(sample)]] = tuple(values[: len(sample.completion_ids)])
         return results
+
+    def _passes(self, samples: Sequence[Sample], filler: Sample) -> Iterator[tuple[list[Sample], bool]]:
+        """Micro-batches, and whether they are this rank's own: every rank makes the same number of passes, or those
+        with more would hang, waiting for the others."""
+        batches = list(self._micro_batches(samples))
+        passes: int = max(self.all_gather(len(batches)))
+        yield from ((batch, True) for batch in batches)
+        yield from (([filler], False) for _ in range(passes - len(batches)))
 
     def _loss(
         self,
@@ -246,13 +307,13 @@ class PolicyUpdate:
         if self.top_entropy_quantile >= 1.0:
             return None, None
         values = [torch.zeros(0, dtype=self.dtype)]
-        # Rows without loss too: every rank has as many rows, and makes the same number of passes.
-        for rows in self._micro_batches(samples):
+        for rows, is_own in self._passes([sample for sample in samples if sample.has_loss], samples[0]):
             batch = self._collate(rows)
             with self.autocast():
                 entropy = self.scorer.score(model, batch, with_entropy=True).entropy
             assert entropy is not None
-            values.append(entropy[batch.loss_mask].cpu())
+            if is_own:
+                values.append(entropy[batch.loss_mask].cpu())
         everywhere = torch.cat(self.all_gather(torch.cat(values)))
         threshold = entropy_threshold(everywhere, self.top_entropy_quantile) - ENTROPY_ROUNDING
         return threshold.to(self.ranks.device), int((everywhere >= threshold).sum())
@@ -284,6 +345,10 @@ def _add_gap(metrics: MetricSums, batch: MicroBatch, logprobs: Tensor) -> None:
     scored = logprobs if batch.old_logprobs is None else batch.old_logprobs
     gap = (scored - batch.behavior_logprobs).abs()[batch.completion_mask]
     metrics.add_sum("sampling/logprob_gap", float(gap.sum()), float(gap.numel()))
+
+
+def _unread(sample: Sample) -> tuple[float, ...]:
+    return sample.behavior_logprobs or (0.0,) * len(sample.completion_ids)
 
 
 def _without_loss(sample: Sample) -> Sample:
