@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from suite.jobs import SECTIONS
+from suite.jobs import SECTIONS, points_of
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
@@ -114,23 +114,24 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "grupo"
     folder.mkdir(exist_ok=True)
     sections = results["sections"]
-    for found in sections.get("sweeps", {"found": {}})["found"].values():
-        _draw_sweep(found, folder / f"{found['axis']}.svg")
+    if "sweeps" in sections:
+        for axis, label in AXIS_LABELS.items():
+            _draw_sweep(label, points_of(axis, sections["sweeps"]["found"]), folder / f"{axis}.svg")
     if "learning" in sections:
         _draw_learning(sections["learning"]["found"], folder / "learning.svg")
 
 
-def _draw_sweep(found: Mapping[str, Any], path: Path) -> None:
+def _draw_sweep(axis_label: str, points: Mapping[int, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for panel, quantity, label in zip(panels, ("seconds", "peak_mib"), ("seconds", "MiB above the model"), strict=True):
         for side, name in SIDE_LABELS.items():
-            panel.plot(found["values"], [point[side][quantity] for point in found["points"]], marker="o", label=name)
+            panel.plot(list(points), [point[side][quantity] for point in points.values()], marker="o", label=name)
         panel.set_xscale("log", base=2)
-        panel.set_xticks(found["values"], [str(value) for value in found["values"]])
+        panel.set_xticks(list(points), [str(value) for value in points])
         panel.set_ylim(bottom=0)
-        panel.set_xlabel(AXIS_LABELS[found["axis"]])
+        panel.set_xlabel(axis_label)
         panel.set_ylabel(label)
     panels[0].legend(frameon=False)
     _save(figure, path)

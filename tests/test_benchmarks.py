@@ -9,7 +9,7 @@ import torch
 
 import bench
 import report
-from suite.jobs import SECTIONS, Job, _row
+from suite.jobs import AXES, SECTIONS, Job, _row, points_of
 from suite.measure import MIB, MemoryAbove
 from suite.models import save_tiny_model
 from suite.parts import geometric_lengths
@@ -31,7 +31,8 @@ def test_every_measurement_gives_its_rows(results):
     assert all({"name", "ours", "peer", "ratio", "unit"} <= row.keys() for row in rows)
     assert all(row["ours"] > 0 for row in rows if row["unit"] != "MiB")
     assert len({row["name"] for row in rows}) == len(rows) == 6 + 11 + 2
-    assert [len(found["points"]) for found in results["sections"]["sweeps"]["found"].values()] == [2] * 4
+    sweeps = results["sections"]["sweeps"]["found"]
+    assert all(list(points_of(axis, sweeps)) == [8, 16] for axis in AXES)
 
 
 def test_a_later_run_of_one_section_keeps_the_others(results, tmp_path):

@@ -80,21 +80,26 @@ AXES = {
 TINY_BASE = {"group_size": 2, "prompt_tokens": 8, "completion_tokens": 4, "vocabulary_size": 64}
 
 
+TINY_VALUES = (8, 16)
+
+
 def sweep_jobs(folder: str, tiny: bool) -> list[Job]:
+    base = TINY_BASE if tiny else BASE
     return [
         Job(
-            f"sweep, {axis}",
-            "suite.sweeps:measure_sweep",
-            {
-                "axis": axis,
-                "values": [8, 16] if tiny else values,
-                "base": TINY_BASE if tiny else BASE,
-                "narrow": tiny or axis == "vocabulary_size",
-                "repeats": 1,
-            },
+            f"{axis} {value}",
+            "suite.sweeps:measure_point",
+            {"sizes": {**base, axis: value}, "narrow": tiny or axis == "vocabulary_size"},
         )
         for axis, values in AXES.items()
+        for value in (TINY_VALUES if tiny else values)
     ]
+
+
+def points_of(axis: str, found: Found) -> dict[int, dict[str, Any]]:
+    """The points of one axis of the sweeps, by value."""
+    names = {name: name.rpartition(" ") for name in found}
+    return {int(value): found[name] for name, (of_axis, _, value) in names.items() if of_axis == axis}
 
 
 def learning_jobs(folder: str, tiny: bool) -> list[Job]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from peft import get_peft_model
 
-from suite.measure import MIB, MemoryAbove, interleaved, medians
+from suite.measure import MIB, MemoryAbove, seconds_of
 from suite.models import lora, random_llama
 from suite.parts import SCORING, group_of
 
@@ -16,17 +14,13 @@ SHALLOW = {"hidden_size": 576, "layers": 4, "heads": 8}
 NARROW = {"hidden_size": 64, "layers": 2, "heads": 4}
 
 
-def measure_sweep(*, axis: str, values: list[int], base: dict[str, int], narrow: bool, repeats: int) -> dict[str, Any]:
-    """One point for each value of `axis`: seconds and peak MiB of forward and backward, by way of scoring.
+def measure_point(*, sizes: dict[str, int], narrow: bool) -> dict[str, dict[str, float]]:
+    """Seconds and peak MiB of forward and backward, by way of scoring.
 
     Args:
-        base: group size, tokens of prompt and completion, and size of the vocabulary, where they do not vary.
+        sizes: group size, tokens of prompt and completion, and size of the vocabulary.
     """
     shape = NARROW if narrow else SHALLOW
-    return {"axis": axis, "values": values, "points": [_point({**base, axis: v}, shape, repeats) for v in values]}
-
-
-def _point(sizes: dict[str, int], shape: dict[str, int], repeats: int) -> dict[str, dict[str, float]]:
     model = get_peft_model(random_llama(sizes["vocabulary_size"], **shape), lora())
     model.train()
     samples = group_of(**sizes)
@@ -36,5 +30,4 @@ def _point(sizes: dict[str, int], shape: dict[str, int], repeats: int) -> dict[s
         memory = MemoryAbove(model)
         work()
         peaks[side] = memory.bytes() / MIB
-    seconds = medians(interleaved(works, repeats, warm_up=0))
-    return {side: {"seconds": seconds[side], "peak_mib": peaks[side]} for side in works}
+    return {side: {"seconds": seconds_of(work), "peak_mib": peaks[side]} for side, work in works.items()}
