@@ -1,9 +1,10 @@
 # Two commands for newcomers: `make quickstart` and `make test`. `make check` is what CI runs before the tests.
+# The benchmarks measure time: run nothing else beside them. They write docs/benchmarks.md.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check clean
+.PHONY: quickstart test check bench bench-quick bench-learning clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -13,6 +14,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
 	touch $@
 
 quickstart: $(VENV)/.installed
@@ -25,6 +30,18 @@ check: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/bench.py recipes parts sweeps
+	$(BIN)/python benchmarks/report.py
+
+bench-quick: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/bench.py recipes
+	$(BIN)/python benchmarks/report.py
+
+bench-learning: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/bench.py learning
+	$(BIN)/python benchmarks/report.py
 
 clean:
 	rm -rf $(VENV)

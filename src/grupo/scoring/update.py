@@ -23,7 +23,6 @@ from grupo.errors import TrainingError
 from grupo.metrics import AllGather, MetricSums
 from grupo.models.memory import (
     activations_in_host_memory,
-    give_back_memory,
     is_out_of_memory,
     memory_given_back_between_layers,
 )
