@@ -1,14 +1,17 @@
 """Correctness and speed on the machine's accelerator, with random weights: nothing is downloaded.
 
-Checks, in float32 and bfloat16: chunked log-probs and their gradients against full logits; the engine's log-probs
-against the scored ones; one GRPO step with and without gradient checkpointing. Then seconds and peak memory of a GRPO
-step.
+Checks, in float32 and bfloat16: chunked log-probs and their gradients against full logits; packed rows, in which
+completions share their prompt, against padded ones; the engine's log-probs against the scored ones. Then seconds and
+peak memory of a GRPO step with and without gradient checkpointing, beside TRL's where TRL is installed; steps that
+would begin after `--seconds` are left out and named.
 Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import tempfile
 import time
@@ -79,8 +82,32 @@ def check_engine(model: LlamaForCausalLM, tokens: int) -> float:
     return float((scored - batch.behavior_logprobs).abs()[batch.completion_mask].mean())
 
 
-def step_seconds(model: LlamaForCausalLM, tokens: int, checkpointing: bool) -> dict[str, float]:
-    """Seconds a step (the second of two), and peak bytes above the loaded model."""
+def check_sharing(model: LlamaForCausalLM) -> float:
+    """Largest relative error of the gradient of packed rows against padded ones, over uneven completions."""
+    prompt = tuple(range(10, 74))
+    samples = [Sample(prompt, tuple(range(100, 120 + 9 * place)), 1.0, True, True, None) for place in range(4)]
+    scorer, device = Scorer(model), next(model.parameters()).device
+    scorer.prepare(model, device)
+    assert scorer.shares_prompts, "packed rows are not used with this model"
+    gradients = []
+    for packed in (True, False):
+        model.zero_grad(set_to_none=True)
+        with scorer.attention() if packed else contextlib.nullcontext():
+            batch = collate(samples, pad_token_id=2, device=device, packed=packed)
+            scorer.score(model, batch).logprobs.mean().backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
+    model.zero_grad(set_to_none=True)
+    return float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
+
+
+def step_seconds(model: LlamaForCausalLM, tokens: int, checkpointing: bool, peer: bool = False) -> dict[str, float]:
+    """Seconds a step (the second of two), and peak bytes above the loaded model; of TRL's trainer with `peer`."""
+    if peer:
+        from datasets import Dataset
+        from trl import GRPOConfig as ConfigClass
+        from trl import GRPOTrainer as TrainerClass
+    else:
+        ConfigClass, TrainerClass, Dataset = GRPOConfig, GRPOTrainer, None
     tokenizer = tokenizer_of(model.config.vocab_size)
     rows = [{"prompt": " ".join(f"t{10 + (row * 7 + place) % 1000}" for place in range(64))} for row in range(8)]
     cuda = next(model.parameters()).is_cuda
@@ -88,7 +115,7 @@ def step_seconds(model: LlamaForCausalLM, tokens: int, checkpointing: bool) -> d
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
+        config = ConfigClass(
             output_dir=folder,
             max_steps=2,
             per_device_train_batch_size=8,
@@ -102,12 +129,16 @@ def step_seconds(model: LlamaForCausalLM, tokens: int, checkpointing: bool) -> d
             bf16=False,
             use_cpu=not cuda,
         )
-        trainer = GRPOTrainer(
-            model, lambda completions, **_: [float(index) for index in range(len(completions))], config, rows,
+        trainer = TrainerClass(
+            model, lambda completions, **_: [float(index) for index in range(len(completions))], config,
+            Dataset.from_list(rows) if Dataset else rows,
             processing_class=tokenizer,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    if peer:
+        steps = [entry["step_time"] for entry in trainer.state.log_history if "step_time" in entry]
+        return {"s_per_step": steps[-1], "peak_bytes": float(torch.cuda.max_memory_allocated() - loaded if cuda else 0)}
     last = [entry for entry in trainer.state.log_history if "step_time" in entry][-1]
     peak = torch.cuda.max_memory_allocated() - loaded if cuda else 0
     return {
@@ -121,7 +152,9 @@ def step_seconds(model: LlamaForCausalLM, tokens: int, checkpointing: bool) -> d
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
-    small = parser.parse_args().small
+    parser.add_argument("--seconds", type=float, default=200.0)
+    options = parser.parse_args()
+    small, begun = options.small, time.perf_counter()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else str(device)
@@ -130,15 +163,22 @@ def main() -> int:
     for dtype in (torch.float32, torch.bfloat16):
         started = time.perf_counter()
         model = model_of(small, dtype, device)
-        gradient, gap = check_logprobs(model), check_engine(model, 16 if small else 128)
+        gradient = max(check_logprobs(model), check_sharing(model))
+        gap = check_engine(model, 16 if small else 128)
         good = gradient <= TOLERANCES[dtype][0] and gap <= TOLERANCES[dtype][1]
         failed |= not good
         print(f"{'ok' if good else 'FAILED'} {dtype}: gradient error {gradient:.1e}, engine gap {gap:.1e} nats "
               f"({time.perf_counter() - started:.1f} s)")  # fmt: skip
-        for tokens in (16,) if small else (256, 1024):
-            for checkpointing in (False, True):
-                row = step_seconds(model_of(small, dtype, device), tokens, checkpointing)
-                print(json.dumps({"dtype": str(dtype), "tokens": tokens, "checkpointing": checkpointing, **row}))
+        for tokens in (16,) if small else (1024, 4096):
+            for checkpointing, peer in ((False, False), (True, False), (True, True)):
+                setting = {"dtype": str(dtype), "tokens": tokens, "checkpointing": checkpointing, "trl": peer}
+                if peer and importlib.util.find_spec("trl") is None:
+                    print(f"left out, TRL is not installed: {json.dumps(setting)}")
+                elif time.perf_counter() - begun > options.seconds:
+                    print(f"left out, no time: {json.dumps(setting)}")
+                else:
+                    row = step_seconds(model_of(small, dtype, device), tokens, checkpointing, peer)
+                    print(json.dumps({**setting, **row}), flush=True)
     return int(failed)
 
 

@@ -53,7 +53,8 @@ def _folded(module: nn.Module) -> nn.Module | None:
                 weight = weight + delta.to(weight.dtype)
         return _fastest(weight, layer.bias)
     if isinstance(module, BaseTunerLayer):
-        return None
+        # Itself, as it reads the weights of its parts: DoRA, quantised layers, embeddings.
+        return module
     if type(module) is nn.Linear and not _has_hooks(module):
         return _fastest(module.weight, module.bias)
     return None

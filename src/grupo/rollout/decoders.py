@@ -212,8 +212,8 @@ class PlainDecoder:
         return logits
 
 
-def takes_row_cache(model: nn.Module, calls: Calls) -> bool:
-    """Whether decoding over `RowCache` gives the log-probs of a forward without any cache, for this model.
+def takes_row_cache(model: nn.Module, calls: Calls, *, like: nn.Module) -> bool:
+    """Whether decoding `model` over `RowCache` gives the log-probs of a forward of `like` without any cache.
 
     Two prompts of different lengths are continued, one of them by two rows, of which one leaves.
     """
@@ -237,7 +237,7 @@ def takes_row_cache(model: nn.Module, calls: Calls) -> bool:
             logits = decoder.step(torch.tensor([steps[0][3], steps[2][2]], device=decoder.device))
         found += [logits[0], logits[1]]
         expected = [
-            model(input_ids=torch.tensor([[*prompt, *ids]], device=decoder.device), use_cache=False).logits[0, -1]
+            like(input_ids=torch.tensor([[*prompt, *ids]], device=decoder.device), use_cache=False).logits[0, -1]
             for prompt, ids in ((prompts[0], steps[0][:1]), (prompts[0], steps[0]), (prompts[1], steps[2][:3]))
         ]
     # What a model's own code does with a cache and a keyword that it does not know.

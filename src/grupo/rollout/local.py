@@ -96,9 +96,9 @@ class LocalEngine:
 
     def _decoder(self, model: nn.Module, requests: Sequence[GenerationRequest]) -> Decoder:
         if self._takes_row_cache is None:
-            self._takes_row_cache = takes_row_cache(model, self._calls)
+            self._takes_row_cache = takes_row_cache(model, self._calls, like=self.model)
         if not self._takes_row_cache:
-            return PlainDecoder(model, calls=self._calls)
+            return PlainDecoder(self.model, calls=self._calls)
         slots = min(self.max_rows, sum(len(request.seeds) for request in requests))
         return RowDecoder(model, calls=self._calls, slots=slots)
 
