@@ -118,6 +118,15 @@ def test_the_plain_way_samples_the_same(max_rows):
     assert [[c.token_ids for c in group] for group in found] == [[c.token_ids for c in group] for group in wanted]
 
 
+def test_without_room_for_a_copy_the_model_itself_decodes(monkeypatch):
+    model, spec = adapted(), SamplingSpec(max_new_tokens=20)
+    wanted = engine(model).generate(requests(), spec)
+    monkeypatch.setattr("grupo.rollout.local.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("grupo.rollout.local.decoding_copy", None)
+    found = engine(model).generate(requests(), spec)
+    assert [[c.token_ids for c in group] for group in found] == [[c.token_ids for c in group] for group in wanted]
+
+
 def test_long_completions_move_through_the_cache():
     """More tokens than the cache has columns at first, rows that enter late, and columns that are given up."""
     model = adapted(tiny_model(max_position_embeddings=1024))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grupo.models.decoding import decoding_copy
-from grupo.models.memory import give_back_memory
+from grupo.models.memory import free_bytes, give_back_memory
 from grupo.records import Completion, FinishReason
 from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
 from grupo.rollout.engine import GenerationRequest
@@ -22,6 +22,8 @@ from grupo.sampling import SamplingSpec
 
 MAX_ROWS = {"cpu": 64}
 """Rows that are decoded together, by kind of device; 256 on others."""
+COPY_HEADROOM = 1.5
+"""The model's size times this must be free for a copy of it: the cache comes on top."""
 
 
 @dataclass
@@ -79,12 +81,13 @@ class LocalEngine:
         self.max_rows = max_rows or MAX_ROWS.get(self.device.type, 256)
         self._calls = Calls(model)
         self._takes_row_cache: bool | None = None
+        self._copies: bool | None = None
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         finished: dict[tuple[int, int], Completion] = {}
         if any(request.seeds for request in requests):
             with torch.no_grad(), _evaluation_mode(self.model), self.autocast():
-                decoder = self._decoder(decoding_copy(self.model) or self.model, requests)
+                decoder = self._decoder(self._decoding_model(), requests)
                 with decoder.attention():
                     for row, stopped in self._rows(decoder, requests, sampling):
                         finished[row.request, row.place] = self._completion(row, stopped)
@@ -93,6 +96,14 @@ class LocalEngine:
         return [
             [finished[index, place] for place in range(len(request.seeds))] for index, request in enumerate(requests)
         ]
+
+    def _decoding_model(self) -> nn.Module:
+        if self._copies is None:
+            # Once: with folded adapters numbers are rounded differently, and a run is to stay the same all along.
+            free, needed = free_bytes(self.device), sum(map(_bytes, self.model.parameters()))
+            self._copies = free is None or free > COPY_HEADROOM * needed
+        copied = decoding_copy(self.model) if self._copies else None
+        return self.model if copied is None else copied
 
     def _decoder(self, model: nn.Module, requests: Sequence[GenerationRequest]) -> Decoder:
         if self._takes_row_cache is None:
@@ -200,6 +211,10 @@ class LocalEngine:
             sampled_logprobs=tuple(row.sampled_logprobs),
             entropies=tuple(row.entropies),
         )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _without_holes(going: Sequence[int]) -> list[int]:
