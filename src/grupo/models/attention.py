@@ -276,12 +276,14 @@ def _attention(
 @functools.lru_cache(maxsize=8)
 def _mask(queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(Q, K) 0 where the last Q of K tokens may look, else -inf; the same for all layers and completions."""
-    query = torch.arange(keys - queries, keys, device=device)[:, None]
-    key = torch.arange(keys, device=device)
-    hidden = key > query
-    if window is not None:
-        hidden |= key <= query - window
-    return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    # Kept for other forwards, which may train.
+    with torch.inference_mode(False):
+        query = torch.arange(keys - queries, keys, device=device)[:, None]
+        key = torch.arange(keys, device=device)
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def _eager_attention(
