@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,14 +14,10 @@ from grupo.config import GRPOConfig
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.metrics import AllGather
 from grupo.models.load import add_adapter, check_causal, load_policy, load_tokenizer
-from grupo.models.reference import ReferencePolicy
 from grupo.optimizer_rules import check_optimizer_arguments
-from grupo.records import Sample
 from grupo.rewards.runner import RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
-from grupo.scoring.update import PolicyUpdate
 from grupo.step_plan import StepPlan
 
 SIGNAL_FIELDS = (
@@ -176,41 +171,6 @@ def refill(config: GRPOConfig, stream: PromptStream) -> Refill | None:
         return None
     assert isinstance(stream, AdaptiveStream)
     return Refill(stream.draw, config.dynamic_sampling_max_rounds)
-
-
-def score_window(
-    update: PolicyUpdate,
-    model: Any,
-    samples: Sequence[Sample],
-    *,
-    with_old: bool,
-    reference: ReferencePolicy | None,
-    all_gather: AllGather,
-) -> list[Sample]:
-    """The samples with the log-probs that stay fixed while their window is trained on.
-
-    Rows without loss are scored only as far as it takes for every rank to make the same number of passes. The others of
-    them get the engine's log-probs, or zeros: nothing reads them, but micro-batches are complete or not at all.
-    """
-    if not with_old and reference is None:
-        return list(samples)
-    counted = [index for index, sample in enumerate(samples) if sample.has_loss]
-    others = [index for index, sample in enumerate(samples) if not sample.has_loss]
-    rows: int = max(all_gather(len(counted)))
-    scored = counted + others[: rows - len(counted)]
-    results = {index: _with_unread_logprobs(samples[index], with_old, reference is not None) for index in others}
-    fixed = update.score_window(model, [samples[index] for index in scored], with_old=with_old, reference=reference)
-    results.update(zip(scored, fixed, strict=True))
-    return [results[index] for index in range(len(samples))]
-
-
-def _with_unread_logprobs(sample: Sample, with_old: bool, with_reference: bool) -> Sample:
-    unread = sample.behavior_logprobs or (0.0,) * len(sample.completion_ids)
-    return dataclasses.replace(
-        sample,
-        old_logprobs=unread if with_old else None,
-        reference_logprobs=unread if with_reference else None,
-    )
 
 
 def objective(config: GRPOConfig) -> Objective:
