@@ -145,18 +145,21 @@ def _decode(
     rows, heads, _, size = query.shape
     shared = heads // key.shape[1]
     queries = query.reshape(rows, key.shape[1], shared, size) * (size**-0.5 if scaling is None else scaling)
-    scores = queries @ key.transpose(2, 3)
+    sink = None if sinks is None else sinks.view(1, -1, shared, 1)
+    shares = _shares(queries @ key.transpose(2, 3), mask, softcap, sink).to(value.dtype)
+    return (shares @ value).reshape(rows, 1, heads, value.shape[-1])
+
+
+def _shares(scores: Tensor, mask: Tensor | None, softcap: float | None, sink: Tensor | None) -> Tensor:
+    """What each query takes of each key, in float32 at least; `sink` is the score of a key without a value."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores += mask
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, -1, shared, 1).expand(rows, -1, -1, 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    shares = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    if sinks is not None:
-        shares = shares[..., :-1]
-    return (shares @ value).reshape(rows, 1, heads, value.shape[-1])
+        scores = scores + mask
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    shares = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return shares if sink is None else shares[..., :-1]
 
 
 @functools.lru_cache(maxsize=4)
@@ -302,13 +305,6 @@ def _eager_attention(
     if mask is None:
         mask = _mask(query.shape[2], key.shape[2], None, query.dtype, query.device)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + mask
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    shares = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    if sinks is not None:
-        shares = shares[..., :-1]
+    sink = None if sinks is None else sinks.view(1, -1, 1, 1)
+    shares = _shares(scores, mask, softcap, sink).to(value.dtype)
     return functional.dropout(shares, dropout) @ value
