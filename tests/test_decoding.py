@@ -6,7 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
+from families import family_model
 from grupo.models.decoding import decoding_copy
+from grupo.models.decoding_layer import DecodingLayer
 from grupo.records import Prompt, Sample
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local import LocalEngine, _without_holes
@@ -64,6 +66,42 @@ def test_the_copy_is_the_policy(settings):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     with torch.no_grad(), model.disable_adapter():
         torch.testing.assert_close(decoding_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+FUSED = {
+    "Llama": (lambda: tiny_model(), 2),
+    "Llama with biases": (lambda: tiny_model(attention_bias=True, mlp_bias=True), 2),
+    "Qwen2": (lambda: family_model("Qwen2"), 2),
+    "Qwen3": (lambda: family_model("Qwen3"), 2),
+    "Mistral": (lambda: family_model("Mistral"), 2),
+    "Gemma 3, whose norms come behind the parts, too": (lambda: family_model("Gemma 3"), 0),
+}
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+@pytest.mark.parametrize("make, layers", FUSED.values(), ids=FUSED)
+def test_layers_in_few_operators(make, layers, with_adapter):
+    model = adapted(make()).eval() if with_adapter else make().eval()
+    copied = decoding_copy(model)
+    assert sum(isinstance(module, DecodingLayer) for module in copied.modules()) == layers
+    with torch.no_grad():
+        found, wanted = copied(input_ids=IDS).logits, model(input_ids=IDS).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["mlp", "input_layernorm", "self_attn", "mlp.act_fn", "self_attn.q_proj"])
+def test_a_hook_anywhere_in_a_layer_counts(part):
+    model = adapted().eval()
+    layer = model.base_model.model.model.layers[0]
+
+    def halved(module, inputs, output):
+        return (output[0] * 0.5, *output[1:]) if isinstance(output, tuple) else output * 0.5
+
+    layer.get_submodule(part).register_forward_hook(halved)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            decoding_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_no_copy_of_what_a_copy_could_miss():

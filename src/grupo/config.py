@@ -225,7 +225,7 @@ class GRPOConfig(TrainingArguments):
     """Keeps the KL term of groups whose advantages are all zero."""
     micro_batch_tokens: int | None = None
     """Tokens of one forward and backward pass at most, padding included, within per_device_train_batch_size; None: what
-    40 % of the free memory holds, on the CPU 1,200 MiB at most."""
+    40 % of the free memory holds, on the CPU 1,280 MiB at most."""
     offload_activations: bool = False
     """Keeps what the backward pass needs in host memory until then: less device memory for some time. Of no use on the
     CPU, where it only copies."""

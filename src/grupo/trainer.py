@@ -643,6 +643,7 @@ class GRPOTrainer(Trainer):
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
             token_budget=self._token_budget(),
             on_token_budget=self._write_token_budget,
+            checkpointing=bool(self.args.gradient_checkpointing),
             offload_activations=self.config.offload_activations,
             all_gather=self._all_gather,
             autocast=self.accelerator.autocast,

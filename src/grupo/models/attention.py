@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
+from grupo.models.recomputed import recomputable
 from grupo.records import GroupSpan, PackedLayout
 
 ATTENTION = "grupo_packed"
@@ -129,7 +130,7 @@ def attend(
         _attention, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux
     )
     layout.windows.add(sliding_window)
-    return _packed(layout, attention, query, key, value).transpose(1, 2), None
+    return _packed(layout, attention, query, key, value), None
 
 
 def _decode(
@@ -171,45 +172,56 @@ def _column_mask(first: tuple[int, ...], oldest: int, columns: int, dtype: torch
 
 
 def _packed(layout: PackedLayout, attention: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """(1, h, N, D)."""
+    """(1, N, h, D)."""
     sizes = [size for group in layout.groups for size in (group.prompt_length, sum(group.completion_lengths))]
     padding = query.shape[2] - sum(sizes)
     # One split, whose backward is one concatenation; a slice of its own for each part would cost a whole row each.
     queries, keys, values = (tensor.split([*sizes, padding], dim=2) for tensor in (query, key, value))
-    parts: list[Tensor] = []
+    mixed: list[Tensor] = []
     for index, group in enumerate(layout.groups):
         prompt, behind = 2 * index, 2 * index + 1
-        parts.append(attention(queries[prompt], keys[prompt], values[prompt]))
+        # A copy: backward needs it, and a view would keep the whole row, of which uneven completions have copies.
+        mixed.append(attention(queries[prompt].clone(), keys[prompt], values[prompt]))
         if group.completion_lengths:
             key_pair, value_pair = (keys[prompt], keys[behind]), (values[prompt], values[behind])
-            parts.append(_completions(attention, group, queries[behind], key_pair, value_pair))
+            mixed.append(_completions(attention, group, queries[behind], key_pair, value_pair))
+    result = _assembled(layout, padding, *mixed)
+    recomputable(result, functools.partial(_assembled, layout, padding), *mixed)
+    return result
+
+
+def _assembled(layout: PackedLayout, padding: int, *mixed: Tensor) -> Tensor:
+    """(1, N, h, D) from (1, h, P, D) of each prompt and (G, h, C, D) of its completions, if it has any."""
+    rest = list(mixed)
+    parts: list[Tensor] = []
+    for group in layout.groups:
+        parts.append(rest.pop(0).transpose(1, 2))
+        if group.completion_lengths:
+            rows = rest.pop(0)
+            parts.append(_Rows.of(group.completion_lengths, rows.device).pack(rows))
     if padding:
-        parts.append(queries[-1].new_zeros(*queries[-1].shape[:-1], value.shape[-1]))
-    return torch.cat(parts, dim=2)
+        parts.append(parts[0].new_zeros(1, padding, *parts[0].shape[2:]))
+    return torch.cat(parts, dim=1)
 
 
 def _completions(
     attention: Any, group: GroupSpan, query: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """(1, h, sum of lengths, D) of all completions of a prompt; keys and values are those of prompt and completions."""
-    lengths = group.completion_lengths
-    rows = _Rows.of(lengths, query.device)
-    own_key, own_value = rows.unpack(keys[1]), rows.unpack(values[1])
-    count = len(lengths)
-    full_key = torch.cat([keys[0].expand(count, -1, -1, -1), own_key], dim=2)
-    full_value = torch.cat([values[0].expand(count, -1, -1, -1), own_value], dim=2)
+    """(G, h, C, D) of all completions of a prompt; keys and values are those of prompt and completions."""
+    rows = _Rows.of(group.completion_lengths, query.device)
+    full_key, full_value = rows.behind(*keys), rows.behind(*values)
+    recomputable(full_key, rows.behind, *keys)
+    recomputable(full_value, rows.behind, *values)
     queries = rows.unpack(query)
-    longest, prompt = max(lengths), group.prompt_length
+    longest, prompt = rows.longest, group.prompt_length
+    if longest <= QUERY_BLOCK:
+        return attention(queries, full_key, full_value)  # type: ignore[no-any-return]
     blocks = []
     for start in range(0, longest, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, longest)
-        last_key = prompt + stop
-        block = queries if longest <= QUERY_BLOCK else queries[:, :, start:stop]
-        if last_key < full_key.shape[2]:
-            blocks.append(attention(block, full_key[:, :, :last_key], full_value[:, :, :last_key]))
-        else:
-            blocks.append(attention(block, full_key, full_value))
-    return rows.pack(blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2))
+        keys_seen = slice(prompt + stop)
+        blocks.append(attention(queries[:, :, start:stop], full_key[:, :, keys_seen], full_value[:, :, keys_seen]))
+    return torch.cat(blocks, dim=2)
 
 
 class _Rows:
@@ -235,15 +247,19 @@ class _Rows:
         return _Rows(lengths, device)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """(1, h, sum of lengths, D) -> (G, h, C, D)."""
-        rows = packed[0] if self.is_even else packed[0].index_select(1, self.source)
-        unpacked: Tensor = rows.unflatten(1, (self.count, self.longest)).transpose(0, 1)
-        return unpacked
+        """(1, h, sum of lengths, D) -> (G, h, C, D). Tokens come before heads in memory, as projections leave them."""
+        tokens = packed[0].transpose(0, 1)
+        rows: Tensor = tokens if self.is_even else tokens.index_select(0, self.source)
+        return rows.unflatten(0, (self.count, self.longest)).transpose(1, 2)
+
+    def behind(self, prompt: Tensor, packed: Tensor) -> Tensor:
+        """(G, k, P + C, D): every row of `packed` behind a copy of `prompt`, (1, k, P, D)."""
+        return torch.cat([prompt.expand(self.count, -1, -1, -1), self.unpack(packed)], dim=2)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """(G, h, C, D) -> (1, h, sum of lengths, D)."""
-        flat = rows.transpose(0, 1).flatten(1, 2)
-        return (flat if self.is_even else flat.index_select(1, self.kept)).unsqueeze(0)
+        """(G, h, C, D) -> (1, sum of lengths, h, D)."""
+        tokens = rows.transpose(1, 2).flatten(0, 1)
+        return (tokens if self.is_even else tokens.index_select(0, self.kept)).unsqueeze(0)
 
 
 def _attention(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grupo.models.decoding_layer import DecodingLayer, Rotation, is_fusible
 from grupo.models.load import base_model
+from grupo.models.lora import has_hooks, is_plain_lora
 
 PACKED_TOLERANCE = 1e-5
 """Relative to the largest magnitude: products may be summed up in another order, and no more."""
@@ -36,39 +38,83 @@ def decoding_copy(model: Any) -> nn.Module | None:
         return None
     if any("forward" in vars(module) for module in base.modules() if not _is_prepared(module, base)):
         return None
-    return _copied(base, _folded, {})
+    return _copied(base, functools.partial(_replacement, rotation=Rotation()), {})
 
 
 @torch.no_grad()
-def _folded(module: nn.Module) -> nn.Module | None:
+def _replacement(module: Any, rotation: Rotation) -> nn.Module | None:
     """What stands for a module in the copy; None: a copy of it."""
-    if isinstance(module, LoraLinear) and _is_plain_lora(module):
+    if is_fusible(module) and not any(map(has_hooks, _not_linear(module))):
+        attention, mlp = module.self_attn, module.mlp
+        groups = (
+            (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,),
+            (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,),
+        )  # fmt: skip
+        if all(_layer_of(part) is not None for group in groups for part in group):
+            qkv, output, gate_up, down = (_joint(group) for group in groups)
+            return DecodingLayer(
+                module, (qkv, output, gate_up, down), rotation, _is_plain_float32(module.input_layernorm.weight)
+            )
+    if _layer_of(module) is not None:
+        return _joint((module,))
+    # Itself, as it reads the weights of its parts: DoRA, quantised layers, embeddings.
+    return module if isinstance(module, BaseTunerLayer) else None
+
+
+def _layer_of(module: nn.Module) -> nn.Linear | None:
+    """The linear layer that a module computes, but for plain LoRA on it; None: it does something else."""
+    if is_plain_lora(module):
         layer: Any = module.get_base_layer()
-        weight: Tensor = layer.weight
-        if not module.merged and not module.disable_adapters:
-            deltas = [
-                module.get_delta_weight(adapter) for adapter in module.active_adapters if adapter in module.lora_A
-            ]
-            for delta in deltas:
-                weight = weight + delta.to(weight.dtype)
-        return _fastest(weight, layer.bias)
-    if isinstance(module, BaseTunerLayer):
-        # Itself, as it reads the weights of its parts: DoRA, quantised layers, embeddings.
-        return module
-    if type(module) is nn.Linear and not _has_hooks(module):
-        return _fastest(module.weight, module.bias)
-    return None
+        return layer
+    return module if type(module) is nn.Linear and not has_hooks(module) else None
 
 
-def _is_plain_lora(module: LoraLinear) -> bool:
-    """y = W x + scale B A x on a linear layer that keeps its weights as they are; neither DoRA nor quantised."""
-    layer = module.get_base_layer()
-    plain = type(layer) is nn.Linear and not module.lora_variant and not any(module.lora_bias.values())
-    return plain and not _has_hooks(module) and not _has_hooks(layer)
+def _joint(modules: Sequence[nn.Module]) -> nn.Module:
+    """Linear layers of the same input as one, whose output is theirs one after the other; adapters folded in."""
+    layers = [layer for layer in map(_layer_of, modules) if layer is not None]
+    weights = [layer.weight for layer in layers]
+    deltas = [_deltas(module) for module in modules]
+    if len(layers) == 1 and not deltas[0]:
+        weight = weights[0].detach()
+    else:
+        weight = weights[0].new_empty(sum(len(part) for part in weights), weights[0].shape[1])
+        for part, frozen, changes in zip(weight.split([len(part) for part in weights]), weights, deltas, strict=True):
+            _fold(frozen, changes, part)
+    if all(layer.bias is None for layer in layers):
+        return _fastest(weight, None)
+    biases = [weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+    return _fastest(weight, torch.cat(biases))
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _deltas(module: Any) -> list[tuple[Tensor, Tensor, float]]:
+    """B, A and scale of each adapter that acts."""
+    if not isinstance(module, LoraLinear) or module.merged or module.disable_adapters:
+        return []
+    return [
+        (module.lora_B[name].weight, module.lora_A[name].weight, module.scaling[name])
+        for name in module.active_adapters
+        if name in module.lora_A
+    ]
+
+
+def _fold(weight: Tensor, deltas: Sequence[tuple[Tensor, Tensor, float]], out: Tensor) -> None:
+    """weight + sum of scale B A, rounded once."""
+    if len(deltas) == 1 and weight.dtype == deltas[0][0].dtype:
+        b, a, scale = deltas[0]
+        torch.addmm(weight, b, a, alpha=scale, out=out)
+        return
+    total = weight
+    for b, a, scale in deltas:
+        total = torch.addmm(total.to(b.dtype), b, a, alpha=scale)
+    out.copy_(total)
+
+
+def _not_linear(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and what is in it, without linear layers and their adapters."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, nn.Linear | BaseTunerLayer):
+            yield from _not_linear(child)
 
 
 def _is_prepared(module: nn.Module, base: nn.Module) -> bool:
@@ -97,9 +143,12 @@ def _copied(
     return new
 
 
+def _is_plain_float32(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
+
+
 def _fastest(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    in_float32 = weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
-    if weight.device.type == "cpu" and in_float32 and _packing_works():
+    if weight.device.type == "cpu" and _is_plain_float32(weight) and _packing_works():
         return _PackedLinear(weight.detach(), bias)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)

@@ -13,10 +13,12 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-CPU_ACTIVATION_BYTES = 1200 << 20
+from grupo.models.recomputed import is_gated
+
+CPU_ACTIVATION_BYTES = 1280 << 20
 """Of one micro-batch on the CPU: more hardly makes it faster."""
 SHARE_OF_FREE_MEMORY = 0.4
-TRIM_EVERY_LAYERS = 10
+TRIM_EVERY_LAYERS = {"forward": 5, "backward": 10}
 SMALLEST_OFFLOADED = 4096
 """Numbers of a tensor: smaller ones are not worth the way."""
 
@@ -29,7 +31,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def default_token_budget(base: Any, device: torch.device, *, checkpointing: bool) -> int | None:
-    """Tokens whose activations fit: 40 % of the free memory, on the CPU 1,200 MiB at most. None: it cannot be told."""
+    """Tokens whose activations fit: 40 % of the free memory, on the CPU 1,280 MiB at most. None: it cannot be told."""
     per_token = activation_bytes_per_token(base, checkpointing=checkpointing)
     free = free_bytes(device)
     if per_token is None or free is None:
@@ -41,9 +43,9 @@ def default_token_budget(base: Any, device: torch.device, *, checkpointing: bool
 def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
     """What backward needs of one token, by the sizes in the model's configuration; None where it does not tell them.
 
-    Per layer: inputs and outputs of both norms, queries, keys and values, attention output before and after its
-    transposition, and four times the width of the feed-forward layer. With checkpointing one layer of that, and the
-    input of every layer.
+    Per layer: inputs of both norms, queries, keys and values, attention output twice, and two tensors as wide as the
+    feed-forward part, or four where none is recomputed (`cheap_activations_recomputed`). With checkpointing one layer
+    of that, whole, and the input of every layer.
     """
     config = base.config.get_text_config() if hasattr(base, "config") else None
     hidden, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
@@ -53,7 +55,8 @@ def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
     size = getattr(config, "head_dim", None) or hidden // heads
     key_value = (getattr(config, "num_key_value_heads", None) or heads) * size
     inner *= getattr(config, "num_experts_per_tok", None) or 1
-    layer = 4 * hidden + 3 * heads * size + 3 * key_value + 4 * inner
+    kept = 2 if not checkpointing and any(map(is_gated, base.modules())) else 4
+    layer = kept * hidden + 3 * heads * size + 2 * key_value + kept * inner
     numbers = layers * hidden + layer if checkpointing else layers * layer
     element_size: int = next(base.parameters()).element_size()
     return int(numbers) * element_size
@@ -100,13 +103,29 @@ def give_back_memory(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def memory_given_back_between_layers(decoder: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """In every forward, `give_back_memory` behind every tenth layer."""
+    """`give_back_memory` behind every fifth layer of a forward, and every tenth of a backward, inside of it.
+
+    What lies free between the tensors that backward keeps would otherwise be half of the process. While a forward fills
+    memory that costs little; in backward, freed memory would be used again, and is more often left.
+    """
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or device.type != "cpu" or _malloc_trim() is None:
         yield
         return
-    chosen = list(layers)[TRIM_EVERY_LAYERS - 1 :: TRIM_EVERY_LAYERS]
-    handles = [layer.register_forward_hook(lambda *_: give_back_memory(device)) for layer in chosen]
+
+    def give_back(*_: object) -> None:
+        give_back_memory(device)
+
+    def in_backward(module: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(give_back)
+
+    every = TRIM_EVERY_LAYERS
+    handles = [
+        layer.register_forward_hook(give_back) for layer in list(layers)[every["forward"] - 1 :: every["forward"]]
+    ]
+    handles += [layer.register_forward_hook(in_backward) for layer in list(layers)[:: every["backward"]][1:]]
     try:
         yield
     finally:

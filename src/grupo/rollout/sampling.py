@@ -6,8 +6,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from grupo.sampling import SamplingSpec
+
+BLOCK = 128
+"""Tokens of the vocabulary; a divisor of most sizes."""
 
 
 class Draw(NamedTuple):
@@ -34,7 +38,7 @@ def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tens
     temperature = spec.temperature if spec.temperature > 0 else 1.0
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     probs = log_probs.exp()
-    entropies = -(probs * log_probs.clamp_min(torch.finfo(log_probs.dtype).min)).sum(-1)
+    entropies = -torch.linalg.vecdot(probs, log_probs.clamp_min(torch.finfo(log_probs.dtype).min))
     sampled_log_probs = log_probs
     if _changes_distribution(spec):
         sampled_log_probs = truncated_log_probs(logits, spec, seen)
@@ -86,13 +90,27 @@ def _keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """(R,) indices: the first whose cumulative probability exceeds the uniform number."""
-    cumulative = probs.cumsum(-1)
-    total = cumulative[:, -1:]
-    threshold = uniforms.to(probs.dtype).unsqueeze(-1) * total
-    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    # Rounding can put the threshold at the total, past every token of positive probability.
-    most_likely = probs.argmax(-1)
-    index_in_range = index.clamp_max(probs.shape[-1] - 1)
-    drawn = probs.gather(-1, index_in_range.unsqueeze(-1)).squeeze(-1)
-    return torch.where((index < probs.shape[-1]) & (drawn > 0), index_in_range, most_likely)
+    """(R,) indices: the first whose cumulative probability exceeds the uniform number.
+
+    First the block of the vocabulary is found, then the token in it: sums of blocks are much cheaper than one
+    cumulative sum over all tokens.
+    """
+    missing = -probs.shape[-1] % BLOCK
+    blocks = functional.pad(probs, (0, missing)) if missing else probs
+    blocks = blocks.unflatten(-1, (-1, BLOCK))
+    mass = blocks.sum(-1, dtype=torch.float64)
+    cumulative = mass.cumsum(-1)
+    block, rest = _first_above(cumulative, uniforms.double().unsqueeze(-1) * cumulative[:, -1:])
+    within = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).double().cumsum(-1)
+    place, _ = _first_above(within, rest)
+    return (block * BLOCK + place).squeeze(-1)
+
+
+def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """(R, 1) the first column above the threshold, which so is of positive probability, and the threshold less the
+    columns before it."""
+    # Rounding can put the threshold at the total, which no column exceeds.
+    threshold = torch.minimum(threshold, torch.nextafter(cumulative[:, -1:], torch.zeros_like(threshold)))
+    index = torch.searchsorted(cumulative, threshold, right=True)
+    before = functional.pad(cumulative, (1, 0)).gather(-1, index)
+    return index, threshold - before

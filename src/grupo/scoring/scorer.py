@@ -95,7 +95,9 @@ class Scorer:
         if self.reads_hidden_states:
             hidden, _ = self._hidden_states(module, inputs)
             logprobs, entropy = chunked_logprobs(
-                hidden.flatten(0, 1)[batch.predictors],
+                # A prompt's last token predicts the first one of all its completions; of the ways to pick rows, this
+                # one adds up their gradients in a fixed order.
+                nn.functional.embedding(batch.predictors, hidden.flatten(0, 1)),
                 self._linear_head().weight,
                 targets,
                 bias=self._linear_head().bias,

@@ -21,11 +21,14 @@ from grupo.algo.entropy import entropy_threshold
 from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
 from grupo.errors import TrainingError
 from grupo.metrics import AllGather, MetricSums
+from grupo.models.lora import lora_added_in_place
 from grupo.models.memory import (
     activations_in_host_memory,
+    give_back_memory,
     is_out_of_memory,
     memory_given_back_between_layers,
 )
+from grupo.models.recomputed import cheap_activations_recomputed
 from grupo.models.reference import ReferencePolicy
 from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate, micro_batches
@@ -88,6 +91,8 @@ class PolicyUpdate:
     pad_to_multiple_of: int | None = None
     token_budget: int | None = None
     """Tokens of a micro-batch at most, padding included, where one completion alone has no more; None: no limit."""
+    checkpointing: bool = False
+    """Whether the model recomputes whole layers."""
     offload_activations: bool = False
     """What backward needs waits for it in host memory."""
     on_token_budget: Callable[[int], None] | None = None
@@ -116,7 +121,15 @@ class PolicyUpdate:
     @contextlib.contextmanager
     def _scoring(self) -> Iterator[None]:
         decoder, device = self.scorer.decoder, self.ranks.device
-        with self.scorer.attention(), memory_given_back_between_layers(decoder, device):
+        # Whole layers are recomputed then, or their tensors wait elsewhere.
+        keeps_all = self.checkpointing or self.offload_activations
+        kept = contextlib.nullcontext() if keeps_all else cheap_activations_recomputed(decoder)
+        with (
+            self.scorer.attention(),
+            lora_added_in_place(self.scorer.base),
+            memory_given_back_between_layers(decoder, device),
+            kept,
+        ):
             yield
 
     def _halve_token_budget(self, samples: Sequence[Sample], error: Exception) -> None:
@@ -162,6 +175,7 @@ class PolicyUpdate:
                 # Gradients are averaged over ranks; the loss is a sum over them.
                 share = output.loss * self.ranks.num_processes
                 self.ranks.backward(share)
+            give_back_memory(self.ranks.device)
             loss += share.detach()
             _add_loss_metrics(metrics, output.sums, output.extremes)
             _add_gap(metrics, batch, scores.logprobs.detach())
