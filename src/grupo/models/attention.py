@@ -250,7 +250,8 @@ class _Rows:
         """(1, h, sum of lengths, D) -> (G, h, C, D). Tokens come before heads in memory, as projections leave them."""
         tokens = packed[0].transpose(0, 1)
         rows: Tensor = tokens if self.is_even else tokens.index_select(0, self.source)
-        return rows.unflatten(0, (self.count, self.longest)).transpose(1, 2)
+        unpacked: Tensor = rows.unflatten(0, (self.count, self.longest)).transpose(1, 2)
+        return unpacked
 
     def behind(self, prompt: Tensor, packed: Tensor) -> Tensor:
         """(G, k, P + C, D): every row of `packed` behind a copy of `prompt`, (1, k, P, D)."""

@@ -58,13 +58,14 @@ def _replacement(module: Any, rotation: Rotation) -> nn.Module | None:
     if _layer_of(module) is not None:
         return _joint((module,))
     # Itself, as it reads the weights of its parts: DoRA, quantised layers, embeddings.
-    return module if isinstance(module, BaseTunerLayer) else None
+    keeps_itself: bool = isinstance(module, BaseTunerLayer)
+    return module if keeps_itself else None
 
 
-def _layer_of(module: nn.Module) -> nn.Linear | None:
+def _layer_of(module: Any) -> nn.Linear | None:
     """The linear layer that a module computes, but for plain LoRA on it; None: it does something else."""
     if is_plain_lora(module):
-        layer: Any = module.get_base_layer()
+        layer: nn.Linear = module.get_base_layer()
         return layer
     return module if type(module) is nn.Linear and not has_hooks(module) else None
 
@@ -72,7 +73,7 @@ def _layer_of(module: nn.Module) -> nn.Linear | None:
 def _joint(modules: Sequence[nn.Module]) -> nn.Module:
     """Linear layers of the same input as one, whose output is theirs one after the other; adapters folded in."""
     layers = [layer for layer in map(_layer_of, modules) if layer is not None]
-    weights = [layer.weight for layer in layers]
+    weights: list[Tensor] = [layer.weight for layer in layers]
     deltas = [_deltas(module) for module in modules]
     if len(layers) == 1 and not deltas[0]:
         weight = weights[0].detach()
@@ -82,18 +83,19 @@ def _joint(modules: Sequence[nn.Module]) -> nn.Module:
             _fold(frozen, changes, part)
     if all(layer.bias is None for layer in layers):
         return _fastest(weight, None)
-    biases = [weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
-    return _fastest(weight, torch.cat(biases))
+    biases = (weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers)
+    return _fastest(weight, torch.cat(tuple(biases)))
 
 
 def _deltas(module: Any) -> list[tuple[Tensor, Tensor, float]]:
     """B, A and scale of each adapter that acts."""
     if not isinstance(module, LoraLinear) or module.merged or module.disable_adapters:
         return []
+    layer: Any = module
     return [
-        (module.lora_B[name].weight, module.lora_A[name].weight, module.scaling[name])
-        for name in module.active_adapters
-        if name in module.lora_A
+        (layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name])
+        for name in layer.active_adapters
+        if name in layer.lora_A
     ]
 
 

@@ -64,8 +64,9 @@ class DecodingLayer(nn.Module):
         plain_arithmetic: bool,
     ) -> None:
         super().__init__()
-        # Neither registered as children: they are parts of the training model.
-        self.__dict__["attention"] = layer.self_attn
+        # What attention functions read sizes and settings of; no child, as it is a part of the training model.
+        self._attended: Any
+        self.__dict__["_attended"] = layer.self_attn
         self.qkv, self.output, self.gate_up, self.down = products
         self.activation: Product = layer.mlp.act_fn
         self.window = WINDOW_OF[type(layer).__name__](layer.self_attn)
@@ -79,9 +80,15 @@ class DecodingLayer(nn.Module):
         self.heads: int = layer.self_attn.q_proj.out_features // self.head_size
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, position_embeddings: tuple[Tensor, Tensor],
-        cache: Any = None, past_key_values: Any = None, **keywords: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: Any = None,
+        past_key_values: Any = None,
+        **keywords: Any,
+    ) -> Tensor:
         mixed = self._attention(
             self.before_attention(hidden_states),
             attention_mask,
@@ -106,13 +113,12 @@ class DecodingLayer(nn.Module):
         query_key = torch.addcmul(query_key * cos, query_key.roll(self.head_size // 2, -1), sin).transpose(1, 2)
         query, key = query_key[:, : self.heads], query_key[:, self.heads :]
         if cache is not None:
-            key, value = cache.update(key, value, self.attention.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.attention.config._attn_implementation, sdpa_attention_forward
-        )
+            key, value = cache.update(key, value, self._attended.layer_idx)
+        attended = self._attended
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(attended.config._attn_implementation, sdpa_attention_forward)
         mixed, _ = attend(
-            self.attention, query, key, value, mask, dropout=0.0, scaling=self.attention.scaling,
-            sliding_window=self.window, **keywords,
+            attended, query, key, value, mask, dropout=0.0, scaling=attended.scaling, sliding_window=self.window,
+            **keywords,
         )  # fmt: skip
         return self.output(mixed.reshape(*hidden.shape[:-1], -1))
 
@@ -127,6 +133,7 @@ def _norm(module: Any, *, plain_arithmetic: bool) -> Product:
     def norm(hidden: Tensor) -> Tensor:
         # torch's own operator takes twice as long for few rows.
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        return hidden * torch.addcmul(epsilon, length, length, value=1 / size).rsqrt_() * weight
+        result: Tensor = hidden * torch.addcmul(epsilon, length, length, value=1 / size).rsqrt_() * weight
+        return result
 
     return norm

@@ -52,7 +52,8 @@ class _InPlace(LoraVariant):
         if result.dtype == low_rank.dtype == b.weight.dtype and result.is_contiguous():
             added: Tensor = _AddProduct.apply(result, low_rank, b.weight, scale)
             return added
-        return result + b(low_rank) * scale
+        total: Tensor = result + b(low_rank) * scale
+        return total
 
 
 class _AddProduct(torch.autograd.Function):

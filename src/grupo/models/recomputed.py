@@ -122,7 +122,7 @@ class _Recipes:
         _, recipe = self.of_storage.get(tensor.untyped_storage()._cdata, (None, None))
         if recipe is None:
             return tensor
-        return _Packed(recipe, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Packed(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 class _Gated:
