@@ -26,7 +26,7 @@ from cases.harness import (
     train,
     unchanged,
 )
-from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
+from grupo.errors import ConfigError, DataError, RewardError
 
 
 def length(completions, bonus=0.0, **columns):

@@ -198,7 +198,7 @@ def test_what_is_no_reward_model_is_refused(saved: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"lack score\.weight, which would be random numbers"):
         RewardRunner(str(tmp_path / "causal")).prepare("cpu")
     classifier(labels=3).save_pretrained(tmp_path / "three")
-    with pytest.raises(ConfigError, match="'.*three' cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"'.*three' cannot be loaded"):
         RewardRunner(str(tmp_path / "three")).prepare("cpu")
     causal = LlamaForCausalLM(LlamaConfig(**{**classifier().config.to_dict(), "num_labels": 1}))
     with pytest.raises(ConfigError, match="returned logits of shape"):
@@ -235,7 +235,7 @@ def test_a_run_with_models_by_id_and_as_objects(saved: Path, tmp_path: Path) -> 
             disable_tqdm=True,
             gradient_checkpointing=False,
             learning_rate=0.1,
-        ),  # fmt: skip
+        ),
         train_dataset=rows,
         processing_class=TOKENIZER,
         reward_processing_classes=[None, None, TOKENIZER, None],
