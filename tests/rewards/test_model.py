@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.errors import ConfigError
@@ -65,6 +71,17 @@ def test_scores_are_those_of_single_rows_whatever_the_batch(batch_size: int) -> 
     table = run(reward_model(model, TOKENIZER, batch_size=batch_size), PROMPTS, COMPLETIONS)
     assert scores(table) == pytest.approx(expected, abs=1e-6)
     assert len({round(score, 4) for score in expected}) == 4, "nothing to tell apart"
+
+
+def test_an_encoder_does_not_see_the_padding() -> None:
+    """A causal model never would: its padding stands on the right."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = BertForSequenceClassification(BertConfig(vocab_size=128, num_labels=1, initializer_range=0.3, **sizes))
+    together = scores(run(reward_model(model, TOKENIZER), PROMPTS, COMPLETIONS))
+    alone = scores(run(reward_model(model, TOKENIZER, batch_size=1), PROMPTS, COMPLETIONS))
+    assert together == pytest.approx(alone, abs=1e-6)
+    assert len({round(score, 4) for score in alone if score is not None}) == 4
 
 
 def test_conversations_go_through_the_template_of_the_reward_model() -> None:
@@ -160,6 +177,13 @@ def test_it_runs_in_the_calling_thread_beside_the_others() -> None:
     table = run([reward_model(model, TOKENIZER), beside], PROMPTS, COMPLETIONS, timeout=20)
     assert table.failures == () and [row[1] for row in table.scores] == [1.0] * 4
     assert threads == [threading.current_thread()]
+
+
+def test_it_goes_to_the_device_of_the_run_unless_it_was_spread_by_its_owner() -> None:
+    model, spread = classifier(), classifier()
+    spread.hf_device_map = {"": "cpu"}
+    RewardRunner([reward_model(model, TOKENIZER), reward_model(spread, TOKENIZER)]).prepare("meta")
+    assert model.device.type == "meta" and spread.device.type == "cpu"
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ class Outcome:
     """The limit in seconds that was exceeded."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     function: Function
     keywords: dict[str, Any]

@@ -155,7 +155,7 @@ class LLMJudge:
         self.__name__ = name
         self.url = _completions_url(base_url)
         self.model = model
-        self.scale = _checked_pair("scale", scale, whole=True)
+        self.scale: tuple[int, int] = _checked_pair("scale", scale, whole=True)
         low, high = _checked_pair("value_range", value_range, whole=False)
         self.value_range: tuple[float, float] = (float(low), float(high))
         if not model or not rubric.strip():
@@ -312,7 +312,7 @@ class LLMJudge:
             return 0.0
         if failure.wait is not None:
             return failure.wait
-        return min(FIRST_WAIT * 2**attempt, LONGEST_WAIT) * self._jitter.uniform(0.75, 1.25)
+        return min(FIRST_WAIT * 2.0**attempt, LONGEST_WAIT) * self._jitter.uniform(0.75, 1.25)
 
     async def _ask(self, batch: _Batch, messages: list[dict[str, str]]) -> Verdict:
         """One request, or two where it turns out that the server knows no JSON schema."""

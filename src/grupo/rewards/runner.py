@@ -176,10 +176,9 @@ class RewardRunner:
 
     def _run_together(self, jobs: Sequence[Job]) -> None:
         waited_for = [job for job in jobs if job.function.is_async]
-        here, threads = [], []
-        for job in jobs:
-            if not job.function.is_async:
-                (here if self.timeout is None or job.function.runs_in_calling_thread else threads).append(job)
+        synchronous = [job for job in jobs if not job.function.is_async]
+        here = [job for job in synchronous if self.timeout is None or job.function.runs_in_calling_thread]
+        threads = [job for job in synchronous if job not in here]
         started = time.monotonic()
         futures = self._start_on_loop(waited_for)
         try:
