@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from grupo.cli import _parser
 from grupo.config import GRPOConfig
 from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, load_recipe
+from grupo.rewards import RewardRunner
 from grupo.train_command import recipe_rewards
+from stub_judge import grade, judge_server
 from tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -107,3 +110,43 @@ def test_the_examples_about_signal_run(tmp_path, monkeypatch):
     for folder, metric in (("refilled", "dynamic_sampling/rounds"), ("chosen", "loss"), ("course", "curriculum/level")):
         assert f'"{metric}"' in (tmp_path / folder / "metrics.jsonl").read_text()
     assert set(names["rates"]) <= {0.0, 0.25, 0.5, 0.75, 1.0} and len(names["rates"]) == len(names["sums"])
+
+
+def test_the_examples_about_judges_and_reward_models_run(tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs" / "judge.md"
+    asked, tried, trained, alone = blocks(page, "python")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    names: dict[str, object] = {}
+    with judge_server(lambda body, number: grade(9 if "Friday" in str(body["messages"]) else 1)) as server:
+        assert "http://localhost:8000/v1" in asked
+        exec(asked.replace("http://localhost:8000/v1", server.base_url), names)
+        exec(tried, names)
+    assert capsys.readouterr().out.strip() == "[0.9, 0.1]"
+
+    classifier = LlamaForSequenceClassification(LlamaConfig(**{**tiny_model().config.to_dict(), "num_labels": 1}))
+    classifier.save_pretrained(tmp_path / "judging")
+    tiny_model().save_pretrained(tmp_path / "model")
+    for folder in ("judging", "model"):
+        tiny_tokenizer().save_pretrained(tmp_path / folder)
+    for model_id, folder in (
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "model"),
+        ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "judging"),
+        ("max_steps=20", "max_steps=1, max_completion_length=8, report_to=[]"),
+    ):
+        assert model_id in trained
+        trained = trained.replace(model_id, folder)
+    exec(trained, names)
+    names["trainer"].train()
+    assert '"rewards/judging/mean"' in (tmp_path / "helpful" / "metrics.jsonl").read_text()
+
+    exec(alone, names)
+    assert RewardRunner([names["counted"], names["counted"]]).score(
+        prompts=["p"], completions=["c"], completion_ids=[[1]], columns={}
+    ).scores == [(0.0, 0.0)]
+    assert (tmp_path / "seen.txt").read_text() == "'c'\n'c'\n"
+    rewards = [recipe_rewards(Recipe.model_validate(yaml.safe_load(text))) for text in blocks(page, "yaml")]
+    assert [reward.__name__ for functions, _ in rewards for reward in functions] == [
+        *("llm_judge", "number_match", "Skywork-Reward-V2-Qwen3-0.6B"),
+    ]
+    assert [weights for _, weights in rewards] == [[1.0], [2.0, 0.1]]

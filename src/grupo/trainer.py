@@ -48,6 +48,7 @@ from grupo.models.load import (
 from grupo.models.memory import default_token_budget
 from grupo.models.reference import ReferencePolicy
 from grupo.records import Sample
+from grupo.rewards.runner import RewardFunctions
 from grupo.rollout.collect import RolloutCollector, RolloutResult
 from grupo.rollout.deal import deal, even_share
 from grupo.rollout.engine import Engine
@@ -69,7 +70,6 @@ from grupo.step_plan import StepPlan
 from grupo.trainer_parts import (
     SIGNAL_FIELDS,
     LastStepIsLogged,
-    RewardFunctions,
     advantage_settings,
     check_best_metric,
     check_optimizer,
@@ -100,11 +100,13 @@ class GRPOTrainer(Trainer):
 
     Args:
         model: a model, a PEFT model, or the name or path of one (loaded with `args.model_init_kwargs`).
-        reward_funcs: one or more functions of the completions; see `grupo.rewards`.
+        reward_funcs: one or more functions of the completions (see `grupo.rewards`), or reward models: transformers
+            models for sequence classification with one label, or the ids of such.
         args: the configuration; by default `GRPOConfig()` with an output folder named after the model.
         train_dataset: rows with a column `prompt` (text or messages); other columns go to the reward functions.
         eval_dataset: the same, or a dict of such; used by `evaluate()`.
         processing_class: the tokenizer; by default the model's own.
+        reward_processing_classes: the tokenizers of reward models, one entry per function; by default their own.
         peft_config: wraps the model in a fresh adapter.
         quantization_config: for a model that is loaded here.
         engine: what samples completions; by default the model itself, in this process.
@@ -141,7 +143,6 @@ class GRPOTrainer(Trainer):
         engine: Engine | None = None,
     ) -> None:
         refuse_unsupported(
-            reward_processing_classes=reward_processing_classes,
             tools=tools,
             rollout_func=rollout_func,
             environment_factory=environment_factory,
@@ -158,7 +159,7 @@ class GRPOTrainer(Trainer):
                 raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
             logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
             processing_class = tokenizer
-        self.rewards = reward_runner(reward_funcs, args)
+        self.rewards = reward_runner(reward_funcs, args, reward_processing_classes)
         train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
         # What can be refused without the model is refused before it is loaded.
         num_prompts = None if train_dataset is None else dataset_length(train_dataset)
@@ -203,6 +204,7 @@ class GRPOTrainer(Trainer):
                 f"process per GPU with `accelerate launch --num_processes {self.args.n_gpu}`, or show it one GPU by "
                 "CUDA_VISIBLE_DEVICES=0."
             )
+        self.rewards.prepare(self.accelerator.device)
         # The loss is divided by the denominators of the whole step; nothing is left to divide.
         self.model_accepts_loss_kwargs = False
         self._prepare_checkpointing()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -16,7 +16,8 @@ from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, UnsupportedError
 from grupo.models.load import add_adapter, check_causal, load_policy, load_tokenizer
 from grupo.optimizer_rules import check_optimizer_arguments
-from grupo.rewards.runner import RewardRunner
+from grupo.rewards.model import with_reward_models
+from grupo.rewards.runner import RewardFunctions, RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
 from grupo.step_plan import StepPlan
 
@@ -25,8 +26,6 @@ SIGNAL_FIELDS = (
     *("curriculum_threshold", "curriculum_window", "curriculum_success_reward"),
 )
 """Settings that decide which prompts are drawn and which of their completions are trained on."""
-
-RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]]
 
 
 class LastStepIsLogged(TrainerCallback):
@@ -121,10 +120,18 @@ def refuse_unsupported(**arguments: Any) -> None:
             raise UnsupportedError(f"{name} is not supported by this version of grupo. Leave it out.")
 
 
-def reward_runner(reward_funcs: RewardFunctions | None, config: GRPOConfig) -> RewardRunner:
+def reward_runner(
+    reward_funcs: RewardFunctions | None, config: GRPOConfig, reward_processing_classes: Any = None
+) -> RewardRunner:
     if reward_funcs is None:
         raise ConfigError("GRPOTrainer needs reward_funcs: one function, or a list of functions, of the completions.")
-    rewards = RewardRunner(reward_funcs, timeout=config.reward_timeout)
+    functions = with_reward_models(
+        reward_funcs,
+        reward_processing_classes,
+        chat_template_kwargs=mapping(config.chat_template_kwargs),
+        trust_remote_code=config.trust_remote_code,
+    )
+    rewards = RewardRunner(functions, timeout=config.reward_timeout)
     if config.reward_weights is not None and len(config.reward_weights) != len(rewards.names):
         raise ConfigError(
             f"reward_weights has {len(config.reward_weights)} numbers for {len(rewards.names)} reward functions "

@@ -26,7 +26,7 @@ from cases.harness import (
     train,
     unchanged,
 )
-from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
+from grupo.errors import ConfigError, DataError, RewardError
 
 
 def length(completions, bonus=0.0, **columns):
@@ -203,8 +203,8 @@ def test_a_plain_function_that_returns_a_coroutine_is_told_so(tmp_path):
     [
         ([], ConfigError, "empty"),
         (None, ConfigError, "needs reward_funcs"),
-        (["org/reward-model"], UnsupportedError, "reward model"),
-        ([torch.nn.Linear(1, 1)], UnsupportedError, "Linear, a reward model|Linear"),
+        (["./no-such-reward-model"], ConfigError, "reward model './no-such-reward-model' cannot be loaded"),
+        ([torch.nn.Linear(1, 1)], ConfigError, "a Linear, which is no model of transformers"),
         ([Judge], ConfigError, "the class Judge; give an instance"),
         ([3], ConfigError, "cannot be called"),
     ],

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
+from grupo.errors import ConfigError, DataError, RewardError
 from grupo.records import RewardStatus
-from grupo.rewards import RewardRunner, RewardTable, check_column_names, runner
+from grupo.rewards import RewardRunner, RewardTable, check_column_names, run_alone, runner
 
 SCORED, ABSTAINED, FAILED = RewardStatus.SCORED, RewardStatus.ABSTAINED, RewardStatus.FAILED
 
@@ -468,6 +468,141 @@ def test_context_variables_reach_the_function() -> None:
         assert run(third, count=1).scores == [(0.33333,)]
 
 
+# Functions of one batch at the same time
+
+
+def test_functions_of_a_batch_run_at_the_same_time_sync_and_async() -> None:
+    everyone = threading.Barrier(3)
+
+    def meets(completions: list[str], **columns: Any) -> list[float]:
+        everyone.wait(10)
+        return [1.0] * len(completions)
+
+    async def meets_later(completions: list[str], **columns: Any) -> list[float]:
+        await asyncio.get_running_loop().run_in_executor(None, everyone.wait, 10)
+        return [2.0] * len(completions)
+
+    table = run([meets, meets_later, meets], count=2)
+    assert table.failures == () and table.scores == [(1.0, 2.0, 1.0)] * 2
+
+
+def test_the_order_in_which_functions_finish_shows_nowhere() -> None:
+    def finishing(place: int, delay: float) -> Callable[..., Any]:
+        def graded(log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+            time.sleep(delay)
+            log_metric("shared", place)
+            log_metric(f"own/{place}", place)
+            log_extra("parsed", [place])
+            if place == 2:
+                raise KeyError("gold")
+            return [float(place)] if place != 3 else [math.nan]
+
+        return graded
+
+    tables = []
+    for delays in ([0.0, 0.05, 0.1, 0.15], [0.15, 0.1, 0.05, 0.0]):
+        tables.append(run([finishing(place, delay) for place, delay in enumerate(delays)], count=1))
+        table = tables[-1]
+        assert table.metrics["shared"] == [0.0, 1.0, 3.0] and list(table.metrics) == [
+            "shared",
+            "own/0",
+            "own/1",
+            "own/3",
+        ]
+        assert list(table.extras) == ["parsed", "graded_2/parsed", "graded_4/parsed"]
+        assert [failure.name for failure in table.failures] == ["graded_3", "graded_4"]
+    assert tables[0].scores == tables[1].scores == [(0.0, 1.0, None, None)]
+
+
+class Crowd:
+    """Counts how many functions run at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside: list[str] = []
+        self.seen: list[list[str]] = []
+
+    def function(self, name: str) -> Callable[..., Any]:
+        def graded(completions: list[str], **columns: Any) -> list[float]:
+            with self.lock:
+                self.inside.append(name)
+                self.seen.append(list(self.inside))
+            time.sleep(0.05)
+            with self.lock:
+                self.inside.remove(name)
+            return [1.0] * len(completions)
+
+        return graded
+
+
+def test_a_function_that_runs_alone_meets_no_other() -> None:
+    crowd = Crowd()
+
+    class Alone:
+        runs_alone = True
+
+        def __call__(self, **columns: Any) -> Any:
+            return crowd.function("object")(**columns)
+
+    async def asynchronous(**columns: Any) -> list[float]:
+        return await asyncio.get_running_loop().run_in_executor(None, lambda: crowd.function("async")(**columns))
+
+    functions = [
+        crowd.function("free"),
+        run_alone(crowd.function("marked")),
+        functools.partial(run_alone(crowd.function("partial")), bonus=1),
+        asynchronous,
+        Alone(),
+    ]
+    assert run(functions, count=1).scores == [(1.0,) * 5]
+    assert crowd.seen[:3] == [["marked"], ["partial"], ["object"]]
+    assert len(crowd.seen[4]) == 2, "the others meet"
+
+
+def test_without_a_limit_functions_run_in_the_calling_thread_beside_asynchronous_ones() -> None:
+    threads: list[Any] = []
+    came = threading.Event()
+
+    def here(**columns: Any) -> list[float]:
+        threads.append(threading.current_thread())
+        return [float(came.wait(10))]
+
+    async def beside(**columns: Any) -> list[float]:
+        came.set()
+        return [1.0]
+
+    assert run([here, here, beside], count=1, timeout=None).scores == [(1.0, 1.0, 1.0)]
+    assert threads == [threading.current_thread()] * 2
+
+
+def test_company_does_not_make_a_function_run_out_of_time() -> None:
+    """Functions that compute take turns: four of 0.15 s need 0.6 s together, as they do one after the other."""
+
+    def computes(**columns: Any) -> list[float]:
+        end = time.thread_time() + 0.15
+        while time.thread_time() < end:
+            pass
+        return [1.0]
+
+    table = run([computes] * 4, count=1, timeout=0.45)
+    assert table.failures == () and table.scores == [(1.0,) * 4]
+
+
+def test_stuck_functions_are_all_named_and_the_wait_is_bounded() -> None:
+    release = threading.Event()
+
+    def hangs(**columns: Any) -> list[float]:
+        release.wait(20)
+        return [1.0]
+
+    started = time.monotonic()
+    table = run([hangs, returning([1.0]), hangs, run_alone(returning([0.5])), hangs], count=1, timeout=0.2)
+    assert 0.5 < time.monotonic() - started < 3
+    release.set()
+    assert table.scores == [(None, 1.0, None, 0.5, None)]
+    assert [failure.name for failure in table.failures] == ["hangs", "hangs_2", "hangs_3"]
+
+
 # Logging
 
 
@@ -504,15 +639,6 @@ def test_unusable_logging_is_an_error_at_once(call: Any, message: str) -> None:
 
 
 # What is no reward function
-
-
-def test_reward_models_are_refused() -> None:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    for model in ("org/reward-model", torch.nn.Linear(1, 1), PreTrainedModel(PretrainedConfig())):
-        for functions in (model, [returning(PLAIN), model]):
-            with pytest.raises(UnsupportedError, match="reward models are not supported yet"):
-                RewardRunner(functions)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

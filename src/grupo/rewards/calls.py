@@ -10,15 +10,17 @@ import contextvars
 import functools
 import inspect
 import math
+import queue
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from grupo.errors import RewardError
+from grupo.errors import ConfigError, RewardError
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,26 @@ class Function:
     required: tuple[str, ...]
     bound: frozenset[str]
     """Keywords that a partial has fixed; a dataset column of that name must not replace them."""
+    runs_alone: bool = False
+    """No other function of the batch may run at the same time."""
+    runs_in_calling_thread: bool = False
+    """Without a limit, while others run in threads of their own."""
 
     @staticmethod
     def of(call: Callable[..., Any], name: str) -> Function:
         inner: Any = call
         bound: set[str] = set()
+        alone = getattr(call, "runs_alone", False)
         while isinstance(inner, functools.partial):
             bound.update(inner.keywords)
             inner = inner.func
+            alone = alone or getattr(inner, "runs_alone", False)
         is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+        in_caller = getattr(inner, "runs_in_calling_thread", False)
         try:
             parameters = inspect.signature(call).parameters.values()
         except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide
-            return Function(call, name, is_async, None, frozenset(), (), frozenset(bound))
+            return Function(call, name, is_async, None, frozenset(), (), frozenset(bound), alone, in_caller)
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if positional:
             raise RewardError(
@@ -58,7 +67,8 @@ class Function:
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         names = frozenset(parameter.name for parameter in named)
         required = tuple(p.name for p in named if p.default is p.empty and p.name not in bound)
-        return Function(call, name, is_async, None if takes_any else names, names, required, frozenset(bound))
+        accepted = None if takes_any else names
+        return Function(call, name, is_async, accepted, names, required, frozenset(bound), alone, in_caller)
 
     def select(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the keywords that the function takes, lists and dictionaries copied."""
@@ -79,13 +89,13 @@ class Outcome:
     error: str = ""
     """Type and message of the exception."""
     trace: str = ""
-    stop: RewardError | None = None
+    stop: RewardError | ConfigError | None = None
     """An error that ends the run instead of failing the rows."""
     timed_out: float | None = None
     """The limit in seconds that was exceeded."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     function: Function
     keywords: dict[str, Any]
@@ -125,22 +135,47 @@ class CallLog:
         self.metrics.setdefault(name, []).append(number)
 
 
-def call_in_thread(job: Job, timeout: float) -> Outcome:
-    """Run a synchronous function in a daemon thread; leave it behind when it takes too long."""
-    outcomes: list[Outcome] = []
-    done = threading.Event()
+Done = queue.SimpleQueue[tuple["Job", Outcome]]
+"""Where threads leave the outcomes of their jobs."""
+
+
+def start_in_thread(job: Job, done: Done) -> None:
+    """Run a synchronous function in a daemon thread of its own, which can be left behind."""
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
-            outcomes.append(Outcome(context.run(job.function.call, **job.keywords)))
+            outcome = Outcome(context.run(job.function.call, **job.keywords))
         except BaseException as error:  # user code: even exit() in checked code must not end the run
-            outcomes.append(_failed(error))
-        done.set()
+            outcome = _failed(error)
+        done.put((job, outcome))
 
     threading.Thread(target=work, name=f"grupo-reward-{job.function.name}", daemon=True).start()
-    # Waiting for an event with a limit, unlike joining a pool, lets Ctrl-C through to the main thread.
-    return outcomes[0] if done.wait(timeout) else Outcome(timed_out=timeout)
+
+
+def collect(jobs: Sequence[Job], done: Done, timeout: float, started: float) -> None:
+    """Give jobs that were started together, at `started` on the monotonic clock, their outcomes.
+
+    Functions that compute take turns under the interpreter's lock, so each is charged its share of the time: a second
+    with n of them still running counts 1/n second for each. What fits the limit when it runs by itself therefore fits
+    in company too, and the wait is never longer than that for the same functions one after the other.
+    """
+    running = list(jobs)
+    charged = 0.0
+    while running:
+        # Waiting for a queue with a limit, unlike joining a pool, lets Ctrl-C through to the main thread.
+        limit = (timeout - charged) * len(running) - (time.monotonic() - started)
+        try:
+            job, outcome = done.get(timeout=min(max(limit, 0.0), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            break
+        now = time.monotonic()
+        charged += (now - started) / len(running)
+        started = now
+        job.outcome = outcome
+        running.remove(job)
+    for job in running:
+        job.outcome = Outcome(timed_out=timeout)
 
 
 def call_here(job: Job) -> Outcome:
@@ -178,7 +213,7 @@ def _failed(error: BaseException) -> Outcome:
     return Outcome(
         error=message,
         trace="".join(traceback.format_exception(type(error), error, frames)),
-        stop=error if isinstance(error, RewardError) else None,
+        stop=error if isinstance(error, (RewardError, ConfigError)) else None,
     )
 
 

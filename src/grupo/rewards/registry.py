@@ -14,6 +14,7 @@ from typing import Any, cast
 from grupo.errors import ConfigError
 from grupo.names import nearest
 from grupo.rewards.format import tag_format
+from grupo.rewards.judge import llm_judge
 from grupo.rewards.length import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
@@ -21,6 +22,7 @@ from grupo.rewards.length import (
     token_length,
 )
 from grupo.rewards.math import math_accuracy, number_match
+from grupo.rewards.model import reward_model
 
 REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
     {
@@ -31,6 +33,8 @@ REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
         "soft_overlong_punishment": get_soft_overlong_punishment,
         "cosine_scaled": get_cosine_scaled_reward,
         "repetition_penalty": get_repetition_penalty_reward,
+        "llm_judge": llm_judge,
+        "reward_model": reward_model,
     }
 )
 """name -> factory."""

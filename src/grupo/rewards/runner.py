@@ -6,7 +6,8 @@ value)`, and returns one number, or None to abstain, per completion. n = complet
 
 What it does wrong has one of two consequences:
 - A value that can never be right (wrong count, wrong type, nothing returned) is a mistake in the function:
-  `RewardError` at once, before any update. A `RewardError` that the function raises itself passes through as well.
+  `RewardError` at once, before any update. A `RewardError` or `ConfigError` that the function raises itself passes
+  through as well.
 - An exception, a time-out or a number that is not finite may be the fault of one completion: those rows are FAILED.
   A failed row has no score; it is never a zero.
 """
@@ -17,14 +18,29 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
-from grupo.rewards.calls import CallLog, Function, Job, Outcome, call_and_wait, call_here, call_in_thread, quoted
+from grupo.errors import ConfigError, DataError, RewardError
+from grupo.rewards.calls import (
+    CallLog,
+    Done,
+    Function,
+    Job,
+    Outcome,
+    call_and_wait,
+    call_here,
+    collect,
+    quoted,
+    start_in_thread,
+)
+from grupo.rewards.model import RewardModel, with_reward_models
 from grupo.rewards.results import RewardTable, score_table
+
+RewardFunctions = Callable[..., Any] | str | Sequence[Callable[..., Any] | str]
 
 _KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "prompt_texts")
 RESERVED_NAMES = frozenset({*_KEYWORDS, "environments"})
@@ -40,27 +56,28 @@ class RewardRunner:
     Functions never see each other's arguments: each gets copies of all lists and dictionaries, down to the messages, so
     one that changes them changes nothing for the next one or for the caller.
 
-    A synchronous function runs in a daemon thread of its own, because a function that hangs cannot be stopped, only
-    left behind. Consequences: `signal.alarm` does not work in it (Python allows signals in the main thread only), and
-    thread-local state such as the current CUDA device has to be set inside. `timeout=None` runs functions in the
-    calling thread instead, without a limit. Asynchronous functions run together on one event loop, which lives as long
-    as the runner, so that clients may keep their connections; it is not the caller's loop, which may be running.
+    All functions of a batch run at the same time, and what they say is put together in the order in which they were
+    given, whichever finishes first. A synchronous function runs in a daemon thread of its own, because a function that
+    hangs cannot be stopped, only left behind. Consequences: `signal.alarm` does not work in it (Python allows signals
+    in the main thread only), thread-local state such as the current CUDA device has to be set inside, and functions
+    that share something (a file, the state of `random`) share it at the same time, unless marked with `run_alone`.
+    `timeout=None` runs synchronous functions in the calling thread instead, one after the other and without a limit.
+    Asynchronous functions run together on one event loop, which lives as long as the runner; it is not the caller's
+    loop, which may be running. Reward models run in the calling thread, while it would wait for the others.
     """
 
-    def __init__(
-        self, reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]], *, timeout: float | None = 60.0
-    ) -> None:
+    def __init__(self, reward_funcs: RewardFunctions, *, timeout: float | None = 60.0) -> None:
         """
         Args:
-            reward_funcs: one function or several; functions, partials, objects with `__call__`, each sync or async.
-            timeout: seconds that one call of one function may take; None for no limit.
+            reward_funcs: one function or several; functions, partials, objects with `__call__`, each sync or async; or
+                reward models: a transformers sequence-classification model, or the id of one (see `reward_model`).
+            timeout: seconds that one call of one function may take, by its share of the time where several compute at
+                once; None for no limit.
 
         Raises:
             ConfigError: no function, something that is not one, or a time-out that is not above 0.
-            UnsupportedError: a reward model or the id of one.
         """
-        single = callable(reward_funcs) or isinstance(reward_funcs, str)
-        functions: list[Callable[..., Any]] = [reward_funcs] if single else list(reward_funcs)  # type: ignore
+        functions = with_reward_models(reward_funcs)
         if not functions:
             raise ConfigError("reward_funcs is empty: give at least one reward function.")
         if timeout is not None and not 0 < timeout <= threading.TIMEOUT_MAX:
@@ -141,32 +158,72 @@ class RewardRunner:
         self._run(jobs)
         return score_table(self.names, jobs, count)
 
+    def prepare(self, device: Any) -> None:
+        """Load reward models that were given by id, and move reward models to `device`.
+
+        Raises:
+            ConfigError: a reward model cannot be used.
+        """
+        for function in self._functions:
+            if isinstance(function.call, RewardModel):
+                function.call.prepare(device)
+
     def _run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            if not job.function.is_async:
-                job.outcome = call_here(job) if self.timeout is None else call_in_thread(job, self.timeout)
-        together = [job for job in jobs if job.function.is_async]
-        if together:
-            self._await_together(together)
+            if job.function.runs_alone:
+                self._run_together([job])
+        self._run_together([job for job in jobs if not job.function.runs_alone])
 
-    def _await_together(self, jobs: Sequence[Job]) -> None:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="grupo-async-rewards", daemon=True).start()
+    def _run_together(self, jobs: Sequence[Job]) -> None:
+        waited_for = [job for job in jobs if job.function.is_async]
+        synchronous = [job for job in jobs if not job.function.is_async]
+        here = [job for job in synchronous if self.timeout is None or job.function.runs_in_calling_thread]
+        threads = [job for job in synchronous if job not in here]
         started = time.monotonic()
-        futures = [asyncio.run_coroutine_threadsafe(call_and_wait(job, self.timeout), self._loop) for job in jobs]
+        futures = self._start_on_loop(waited_for)
         try:
-            for job, future in zip(jobs, futures, strict=True):
-                limit = None if self.timeout is None else started + self.timeout + LOOP_GRACE - time.monotonic()
-                try:
-                    job.outcome = future.result(None if limit is None else max(limit, 0.0))
-                except concurrent.futures.TimeoutError:
-                    # A function blocks the loop itself. It cannot be stopped: the next call gets a new loop.
-                    job.outcome = Outcome(timed_out=self.timeout)
-                    self._loop = None
+            done: Done = queue.SimpleQueue()
+            for job in threads:
+                start_in_thread(job, done)
+            for job in here:
+                job.outcome = call_here(job)
+            if self.timeout is not None:
+                collect(threads, done, self.timeout, started)
+            self._await(waited_for, futures, started)
         finally:
             for future in futures:
                 future.cancel()
+
+    def _start_on_loop(self, jobs: Sequence[Job]) -> list[concurrent.futures.Future[Outcome]]:
+        if not jobs:
+            return []
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="grupo-async-rewards", daemon=True).start()
+        return [asyncio.run_coroutine_threadsafe(call_and_wait(job, self.timeout), self._loop) for job in jobs]
+
+    def _await(
+        self, jobs: Sequence[Job], futures: Sequence[concurrent.futures.Future[Outcome]], started: float
+    ) -> None:
+        for job, future in zip(jobs, futures, strict=True):
+            limit = None if self.timeout is None else started + self.timeout + LOOP_GRACE - time.monotonic()
+            try:
+                job.outcome = future.result(None if limit is None else max(limit, 0.0))
+            except concurrent.futures.TimeoutError:
+                # A function blocks the loop itself. It cannot be stopped: the next call gets a new loop.
+                job.outcome = Outcome(timed_out=self.timeout)
+                self._loop = None
+
+
+def run_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a reward function as one that must not run while others of the batch do; usable as a decorator.
+
+    For functions that share something which is not safe to share between threads. They run before the others, in the
+    order given. A class of reward functions says the same with `runs_alone = True`. A function that ran out of time and
+    was left behind may still be running.
+    """
+    function.runs_alone = True  # type: ignore[attr-defined]
+    return function
 
 
 def check_column_names(columns: Iterable[str]) -> None:
@@ -189,13 +246,6 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 
 def _check_is_function(function: Any) -> None:
-    classes = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(function).__mro__}
-    if isinstance(function, str) or classes & {"transformers.PreTrainedModel", "torch.Module"}:
-        what = f"'{function}'" if isinstance(function, str) else f"a {type(function).__name__}"
-        raise UnsupportedError(
-            f"reward_funcs holds {what}, a reward model; reward models are not supported yet. Wrap it in a function "
-            "that takes prompts, completions and **kwargs and returns one number per completion."
-        )
     if inspect.isclass(function):
         raise ConfigError(f"reward_funcs holds the class {function.__name__}; give an instance of it.")
     if not callable(function):
