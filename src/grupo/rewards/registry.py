@@ -13,6 +13,8 @@ from typing import Any, cast
 
 from grupo.errors import ConfigError
 from grupo.names import nearest
+from grupo.rewards.cheating import no_cheating
+from grupo.rewards.code import code_reward
 from grupo.rewards.format import tag_format
 from grupo.rewards.length import (
     get_cosine_scaled_reward,
@@ -31,6 +33,8 @@ REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
         "soft_overlong_punishment": get_soft_overlong_punishment,
         "cosine_scaled": get_cosine_scaled_reward,
         "repetition_penalty": get_repetition_penalty_reward,
+        "code": code_reward,
+        "no_cheating": no_cheating,
     }
 )
 """name -> factory."""

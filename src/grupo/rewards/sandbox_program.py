@@ -1,0 +1,88 @@
+"""What the interpreter in the sandbox executes: the untrusted program, and what is asked of it afterwards.
+
+Never imported: `sandbox.py` hands the text of this file to a fresh interpreter with `-c`. File descriptor 3 holds the
+job, 4 takes one JSON message. Everything here shares a process with the program, so nothing here is trusted: the message
+is what the program claims, and whoever judges it keeps the expected values to himself.
+
+Only built-in modules are imported at the top, because every run pays for them.
+"""
+
+import builtins
+import marshal
+import os
+import sys
+import types
+
+JOB, MESSAGE = 3, 4
+
+
+def send(message):  # type: ignore[no-untyped-def]
+    import json
+
+    data = json.dumps(message).encode()
+    while data:
+        data = data[os.write(MESSAGE, data) :]
+
+
+def plain(value):  # type: ignore[no-untyped-def]
+    """A value as JSON: None, bool, float, str and small int as they are, the rest as {type: content}."""
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < 2**63 else {"int": hex(value)}
+    if isinstance(value, (list, tuple)):
+        return {"list" if isinstance(value, list) else "tuple": [plain(item) for item in value]}
+    if isinstance(value, (set, frozenset)):
+        return {"set": [plain(item) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if hasattr(value, "tolist"):  # numpy
+        return plain(value.tolist())
+    raise TypeError(f"a {type(value).__name__} is no plain value (number, text, list, tuple, set, dict or bytes)")
+
+
+def main():  # type: ignore[no-untyped-def]
+    with os.fdopen(JOB, "rb") as file:
+        job = marshal.load(file)
+    # Programs end with exit(), which only the site module defines; `-S` leaves that out.
+    builtins.exit = builtins.quit = sys.exit
+    asks = job["calls"] or job["script"] is not None
+    module = types.ModuleType("program" if asks else "__main__")
+    module.__builtins__ = builtins  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    sys.argv = ["program.py"]
+    try:
+        exec(compile(job["source"], "program.py", "exec"), module.__dict__)
+        values = []
+        for expression, arguments, keywords in job["calls"]:
+            value = eval(compile(expression, "test", "eval"), module.__dict__)
+            values.append(plain(value if arguments is None else value(*arguments, **keywords)))
+        if job["script"] is not None:
+            exec(compile(job["script"], "test", "exec"), module.__dict__)
+        if asks:
+            send({"values": values, "token": job["token"]})
+    except SystemExit:
+        if asks:
+            send({"error": "SystemExit", "text": "the program ended itself"})
+        raise
+    except BaseException as error:
+        sys.__excepthook__(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        # A program that is not Python, as opposed to one that calls eval on such text.
+        syntax = (
+            isinstance(error, SyntaxError) and error.filename == "program.py" and error.__traceback__.tb_next is None
+        )
+        name = "NotPython" if syntax else type(error).__name__
+        send({"error": name, "text": str(error)[:500]})
+        sys.stdout.flush()
+        os._exit(1)
+    if asks:
+        sys.stdout.flush()
+        os._exit(0)  # threads and exit handlers of the program have nothing left to say
+
+
+if __name__ == "__main__":
+    main()
