@@ -30,7 +30,7 @@ FORBIDDEN_NAMES = frozenset(
     {"__import__", "__builtins__", "__loader__", "__spec__", "eval", "exec", "compile", "open", "globals", "locals"}
     | {"vars", "breakpoint", "help", "getattr", "setattr", "delattr"}
 )
-"""Names of builtins that reach past the text of the program. `getattr` and its like may be called with a literal name."""
+"""Builtins that reach past the text of the program. `getattr` and its like may be called with a literal name."""
 
 _BY_NAME = {"getattr": 1, "setattr": 1, "delattr": 1, "hasattr": 1, "attrgetter": 0, "methodcaller": 0}
 """Functions that take the name of an attribute -> at which place."""
@@ -246,6 +246,6 @@ def no_cheating(
     modules = (allowed,) if isinstance(allowed, str) else tuple(allowed)
     if not (math.isfinite(clean) and math.isfinite(cheating) and cheating < min(clean, 0.0)):
         raise ConfigError(
-            f"no_cheating(clean={clean}, cheating={cheating}) does not punish: cheating must be below clean and below 0."
+            f"no_cheating(clean={clean}, cheating={cheating}) punishes nothing: cheating must be below clean and 0."
         )
     return NoCheating(modules, clean, cheating, whole_text)

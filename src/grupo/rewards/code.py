@@ -478,8 +478,8 @@ class CodeReward:
             if reasons and kind not in self._warned:
                 self._warned.add(kind)
                 warnings.warn(
-                    f"code_reward abstains on {len(reasons)} of {len(verdicts)} completions, here and in later batches: "
-                    f"{reasons[0]} (column '{self.tests_column}').",
+                    f"code_reward abstains on {len(reasons)} of {len(verdicts)} completions (column "
+                    f"'{self.tests_column}'), here and in later batches: {reasons[0]}.",
                     stacklevel=4,
                 )
         if log_metric is not None:
@@ -535,7 +535,7 @@ def code_reward(
     limits = Limits(seconds=timeout, memory_mb=memory_mb)
     if require_isolation and not isolation().namespaces:
         raise ConfigError(
-            f"code_reward(require_isolation=True) cannot be had here: {isolation()}. Allow user namespaces, or run in a "
-            "container of its own without secrets and network and set require_isolation=False."
+            f"code_reward(require_isolation=True) cannot be had here: {isolation()}. Allow user namespaces, or run "
+            "in a container without secrets and network and set require_isolation=False."
         )
     return CodeReward(tests_column, per_test, limits, whole_text, site_packages, workers, call_seconds)

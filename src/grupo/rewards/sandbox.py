@@ -34,7 +34,7 @@ from grupo.errors import ConfigError, RewardError
 Ending = Literal["exit", "timeout", "memory", "processes", "output"]
 
 START_SECONDS = 20.0
-"""What starting and ending may take beside the program's own time on a busy machine, before the supervisor is killed."""
+"""Beside the program's own time, for starting and ending on a busy machine; then the supervisor is killed."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -86,7 +86,7 @@ class Job:
     """None: nothing to read (end of file at once)."""
     calls: tuple[Call, ...] = ()
     script: str | None = None
-    """Code to run in the program's module afterwards. It shares the interpreter with the program, which can cheat it."""
+    """Code to run in the program's module afterwards. It shares the interpreter with the program, which can cheat."""
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,19 @@ def _run(job: Job, limits: Limits, within: Isolation, site_packages: bool) -> Sa
         answer = _supervised(order, limits.seconds + START_SECONDS)
     finally:
         if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
     if answer["ended"] == "failed":
         raise RewardError(str(answer["failure"]))
     return _as_run(answer, token, len(job.calls))
+
+
+def _remove(folder: str) -> None:
+    """A scratch folder, also where the program has closed folders in it."""
+    for path, folders, _ in os.walk(folder):
+        for name in folders:
+            if not os.path.islink(os.path.join(path, name)):
+                os.chmod(os.path.join(path, name), 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _supervised(order: dict[str, Any], seconds: float) -> dict[str, Any]:

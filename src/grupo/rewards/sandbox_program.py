@@ -1,8 +1,8 @@
 """What the interpreter in the sandbox executes: the untrusted program, and what is asked of it afterwards.
 
 Never imported: `sandbox.py` hands the text of this file to a fresh interpreter with `-c`. File descriptor 3 holds the
-job, 4 takes one JSON message. Everything here shares a process with the program, so nothing here is trusted: the message
-is what the program claims, and whoever judges it keeps the expected values to himself.
+job, 4 takes one JSON message. All of this shares a process with the program, so nothing here is trusted: the message is
+what the program claims, and whoever judges it keeps the expected values to himself.
 
 Only built-in modules are imported at the top, because every run pays for them.
 """

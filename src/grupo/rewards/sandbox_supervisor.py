@@ -1,8 +1,8 @@
 """The process between grupo and one untrusted program: it fences the program in, watches it, and leaves nothing behind.
 
-Never imported: `sandbox.py` starts this file as a program of its own (`python -I -S`), so that what happens to it cannot
-happen to the training process. The first line of stdin is the order (JSON); stdin stays open as a lifeline, and when it
-closes because the training process is gone, everything here is killed. The answer, one JSON object, goes to stdout.
+Never imported: `sandbox.py` starts this file as a program of its own (`python -I -S`), so that what happens to it does
+not happen to the training process. The first line of stdin is the order (JSON). Stdin stays open as a lifeline: when it
+closes because the training process is gone, everything here is killed. The answer, a JSON object, goes to stdout.
 
 With namespaces (Linux, user namespaces allowed) the family is
 
@@ -23,6 +23,7 @@ import selectors
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import Any, NoReturn
 
 NOBODY = 65534
@@ -76,10 +77,9 @@ def start_program(
         os.chdir(folder)
         os.umask(0o022)
         if user is not None:
-            try:
+            # Denied where a plain user made the namespace: the groups stay, and own nothing that can be seen.
+            with suppress(PermissionError):
                 os.setgroups([])
-            except PermissionError:  # mapped without a helper: the groups stay, and own nothing that can be seen
-                pass
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
         if sys.platform == "linux":
@@ -132,11 +132,8 @@ def enter_namespaces(order: dict[str, Any], ready: int, mapped: int) -> None:
     os.write(ready, b"1")
     if os.read(mapped, 1) != b"1":
         raise PermissionError("the user mapping was refused")
-    try:  # no further namespaces, in which the program would be root again
-        with open("/proc/sys/user/max_user_namespaces", "w") as file:
-            file.write("0")
-    except OSError:
-        pass
+    with suppress(OSError):  # no further namespaces, in which the program would be root again
+        write("/proc/sys/user/max_user_namespaces", "0")
     build_root(order["stage"], order["visible"], order["file_mb"])
 
 
@@ -315,10 +312,8 @@ def kill_all(family: dict[str, int]) -> None:
     elif "keeper" in family:
         send_signal(family["keeper"], signal.SIGKILL)
     else:
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(family["program"], signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
     deadline = time.monotonic() + KILL_SECONDS
     while time.monotonic() < deadline:
         try:  # a subreaper without children has no descendants at all
@@ -339,10 +334,8 @@ def kill_all(family: dict[str, int]) -> None:
 
 
 def send_signal(pid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 class Watch:
@@ -372,6 +365,10 @@ class Watch:
             self.take(min(WATCH_SECONDS, max(started + self.order["seconds"] - now, 0.0)))
             if self.lifeline_cut:
                 kill_all(self.family)
+                if self.order["folder"]:
+                    import shutil
+
+                    shutil.rmtree(self.order["folder"], ignore_errors=True)
                 os._exit(1)
             if self.failure:
                 return "failed"
@@ -489,7 +486,7 @@ def supervise(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_user(folder: str) -> int | None:
-    """A user of its own for the program, who owns nothing but the scratch folder and whose processes are all its own."""
+    """A user for this program alone, who owns nothing but the scratch folder."""
     for user in (1_900_000_000 + int.from_bytes(os.urandom(4), "little") % 100_000_000, NOBODY):
         try:
             os.chown(folder, user, user)
