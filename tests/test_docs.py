@@ -11,6 +11,7 @@ import yaml
 from grupo.cli import _parser
 from grupo.config import GRPOConfig
 from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, load_recipe
+from grupo.rewards import make_reward
 from grupo.train_command import recipe_rewards
 from tiny import tiny_model, tiny_tokenizer
 
@@ -107,3 +108,13 @@ def test_the_examples_about_signal_run(tmp_path, monkeypatch):
     for folder, metric in (("refilled", "dynamic_sampling/rounds"), ("chosen", "loss"), ("course", "curriculum/level")):
         assert f'"{metric}"' in (tmp_path / folder / "metrics.jsonl").read_text()
     assert set(names["rates"]) <= {0.0, 0.25, 0.5, 0.75, 1.0} and len(names["rates"]) == len(names["sums"])
+
+
+def test_the_examples_about_code_rewards_run():
+    page = ROOT / "docs" / "code_rewards.md"
+    (code,), (recipe,) = blocks(page, "python"), blocks(page, "yaml")
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert names["scores"] == [1.0, 0.5] and names["penalties"] == [0.0, -1.0]
+    for spec in yaml.safe_load(recipe)["rewards"]:
+        assert make_reward(spec["name"], **spec["args"]).value_range

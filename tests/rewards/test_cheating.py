@@ -74,7 +74,7 @@ CHEATS = {
     "import dataclasses as d\nd.builtins.open": "reaches for the module builtins through dataclasses",
     "import enum\nenum.bltns": "reaches for enum.bltns",
     "'{0.__class__}'.format(1)": "a format text that reaches for hidden attributes",
-    "class A:\n    def __eq__(self, other):\n        'as you like'\n        return True": "__eq__ is true whatever it is compared with",
+    "class A:\n    def __eq__(self, other):\n        'any'\n        return True": "__eq__ is true whatever",
     "def add(a, b):\n    breakpoint()": "uses breakpoint",
 }
 
