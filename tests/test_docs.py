@@ -117,4 +117,4 @@ def test_the_examples_about_code_rewards_run():
     exec(code, names)
     assert names["scores"] == [1.0, 0.5] and names["penalties"] == [0.0, -1.0]
     for spec in yaml.safe_load(recipe)["rewards"]:
-        assert make_reward(spec["name"], **spec["args"]).value_range
+        assert make_reward(spec["name"], **spec["arguments"]).value_range

@@ -213,7 +213,7 @@ def _run(job: Job, limits: Limits, within: Isolation, site_packages: bool) -> Sa
         "drop_user": within.other_user,
         "folder": folder,
         "stage": os.path.realpath(tempfile.gettempdir()),
-        "visible": [sys.base_prefix, sys.prefix] if site_packages else [sys.base_prefix],
+        "visible": [os.path.realpath(sys.base_prefix), *([sys.prefix] if site_packages else [])],
     }
     try:
         answer = _supervised(order, limits.seconds + START_SECONDS)

@@ -159,7 +159,7 @@ def build_root(stage: str, visible: list[str], scratch_mb: int) -> None:
             bind(path, MS_RDONLY | MS_NOSUID | MS_NODEV)
             bound.append(path)
     os.makedirs("/dev", exist_ok=True)
-    for path in DEVICES:
+    for path in filter(lambda path: os.path.exists("/old" + path), DEVICES):
         bind(path, MS_NOSUID)
     os.mkdir(SCRATCH)
     system_call(
@@ -259,7 +259,8 @@ def children(pid: int) -> list[int]:
     except OSError:
         return []
     found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):  # a kernel without the lists of children
+    entries = os.listdir("/proc") if os.path.isdir("/proc") else []  # a kernel without the lists of children
+    for entry in filter(str.isdigit, entries):
         try:
             with open(f"/proc/{entry}/stat") as file:
                 if int(file.read().rpartition(")")[2].split()[1]) == pid:
