@@ -102,7 +102,7 @@ def test_a_program_is_main_only_where_nothing_is_asked_of_it():
 def test_errors_are_named(source, error):
     run = run_python(source)
     assert (run.ended, run.exit_code, run.error) == ("exit", 1, error)
-    assert "sandbox_program" not in run.stderr
+    assert "in main" not in run.stderr
 
 
 def test_only_the_standard_library_is_there_unless_asked():
@@ -286,14 +286,8 @@ def test_the_environment_is_empty(within, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     run = run_python("import os; print(sorted(os.environ))", within=within)
     names = set(eval(run.stdout))
-    assert names <= {
-        "HOME",
-        "LANG",
-        "LC_CTYPE",
-        "PATH",
-        "TMPDIR",
-        *(f"{x}_NUM_THREADS" for x in ("OMP", "OPENBLAS", "MKL")),
-    }
+    ours = {"HOME", "LANG", "LC_CTYPE", "PATH", "TMPDIR", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_ARENA_MAX"}
+    assert names <= ours
 
 
 def test_no_descriptor_of_ours_is_open(within):

@@ -70,11 +70,10 @@ def main():  # type: ignore[no-untyped-def]
             send({"error": "SystemExit", "text": "the program ended itself"})
         raise
     except BaseException as error:
-        sys.__excepthook__(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        inner = error.__traceback__.tb_next  # without the frame of this function
+        sys.__excepthook__(type(error), error.with_traceback(inner), inner)
         # A program that is not Python, as opposed to one that calls eval on such text.
-        syntax = (
-            isinstance(error, SyntaxError) and error.filename == "program.py" and error.__traceback__.tb_next is None
-        )
+        syntax = isinstance(error, SyntaxError) and error.filename == "program.py" and inner is None
         name = "NotPython" if syntax else type(error).__name__
         send({"error": name, "text": str(error)[:500]})
         sys.stdout.flush()

@@ -90,8 +90,8 @@ def start_program(
                 signal.signal(number, signal.SIG_DFL)
         set_limits(order, spare_tasks)
         environment = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
-        # Each thread of a BLAS library counts as a process and reserves memory.
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # Threads count as processes, and reserve address space, which counts as memory.
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         os.execve(order["command"][0], order["command"], environment)
     except BaseException as error:
         os.write(2, f"sandbox: the program could not be started: {error!r}".encode())
