@@ -303,7 +303,7 @@ def test_expected_values_do_not_reach_the_program():
         "    while f:\n        seen.append(repr(f.f_locals) + repr(f.f_globals))\n"
         "        f = f.f_back\n    for folder, _, names in os.walk('.'):\n"
         "        seen += [open(os.path.join(folder, n)).read() for n in names]\n"
-        "    return 'EXPECTED' in ''.join(seen)"
+        "    return 'EXP' + 'ECTED' in ''.join(seen)"
     )
     tests = read_tests([{"function": "add", "args": [1, 2], "expected": "EXPECTED"}, "assert add(1, 2) == 'EXPECTED'"])
     verdict = judge_code(program, tests, LIMITS)
