@@ -312,7 +312,9 @@ def plain_value(encoded: Any) -> Any:
     """
     if encoded is None or isinstance(encoded, (bool, int, float, str)):
         return encoded
-    ((kind, content),) = encoded.items() if isinstance(encoded, dict) else [(None, None)]
+    if not isinstance(encoded, dict):
+        raise TypeError("a bare list is no value")
+    ((kind, content),) = encoded.items()
     if kind in ("list", "tuple", "set"):
         return {"list": list, "tuple": tuple, "set": set}[kind]([plain_value(item) for item in content])
     if kind == "dict":

@@ -49,7 +49,7 @@ def main():  # type: ignore[no-untyped-def]
     with os.fdopen(JOB, "rb") as file:
         job = marshal.load(file)
     # Programs end with exit(), which only the site module defines; `-S` leaves that out.
-    builtins.exit = builtins.quit = sys.exit
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     asks = job["calls"] or job["script"] is not None
     module = types.ModuleType("program" if asks else "__main__")
     module.__builtins__ = builtins  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def main():  # type: ignore[no-untyped-def]
             send({"error": "SystemExit", "text": "the program ended itself"})
         raise
     except BaseException as error:
-        inner = error.__traceback__.tb_next  # without the frame of this function
+        inner = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
         sys.__excepthook__(type(error), error.with_traceback(inner), inner)
         # A program that is not Python, as opposed to one that calls eval on such text.
         syntax = isinstance(error, SyntaxError) and error.filename == "program.py" and inner is None
