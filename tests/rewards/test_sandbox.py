@@ -263,13 +263,16 @@ def test_files_left_behind_are_removed(within, tmp_path, monkeypatch):
 
 def test_everything_ends_with_the_training_process(within):
     mark = f"grupo-orphan-{os.getpid()}-{within.namespaces}"
-    source = STRAGGLER.format(depth=0, mark=mark)
     program = (
-        "from grupo.rewards.sandbox import Isolation, Limits, run_python\n"
-        f"run_python({source!r}, Limits(seconds=20.0), within=Isolation({within.namespaces}, {within.other_user}))"
+        "import sys\nfrom grupo.rewards.sandbox import Isolation, Limits, run_python\n"
+        f"within = Isolation({within.namespaces}, {within.other_user})\n"
+        "run_python(sys.stdin.read(), Limits(seconds=20.0), within=within)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[2])}
-    trainer = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    trainer = subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE)
+    assert trainer.stdin is not None
+    trainer.stdin.write(STRAGGLER.format(depth=0, mark=mark).encode())
+    trainer.stdin.close()
     assert _seen_within(mark, 20.0)
     trainer.kill()
     trainer.wait()
@@ -329,6 +332,17 @@ def test_nothing_outside_of_the_scratch_folder_can_be_written(namespaces):
     )
     run = run_python(source, within=namespaces)
     assert run.stdout == "" and run.exit_code == 0
+
+
+def test_the_root_holds_the_system_python_and_nothing_else(namespaces):
+    python = Path(os.path.realpath(sys.base_prefix))
+    top = set(eval(run_python("import os; print(os.listdir('/'))", within=namespaces).stdout))
+    system = {"bin", "dev", "etc", "lib", "lib32", "lib64", "nix", "sbin", "scratch", "tmp", "usr"}
+    assert {"dev", "scratch", "usr"} <= top <= {*system, python.parts[1]}
+    source = f"import os\nfor path in {[str(path) for path in python.parents[:-1]]!r}: print(os.listdir(path))"
+    for line, path in zip(run_python(source, within=namespaces).stdout.splitlines(), python.parents, strict=False):
+        if path not in (Path("/usr"), Path("/")):
+            assert len(eval(line)) == 1, f"beside Python there is something in {path}"
 
 
 def test_there_is_no_network(namespaces):

@@ -9,7 +9,6 @@ has limits, and as root a user of its own, and is otherwise a process like any o
 
 from __future__ import annotations
 
-import binascii
 import functools
 import json
 import marshal
@@ -207,8 +206,8 @@ def _run(job: Job, limits: Limits, within: Isolation, site_packages: bool) -> Sa
                 "script": job.script,
                 "token": token,
             }
-        ).hex(),
-        "stdin": None if job.stdin is None else job.stdin.encode(errors="replace").hex(),
+        ),
+        "stdin": None if job.stdin is None else job.stdin.encode(errors="replace"),
         "namespaces": within.namespaces,
         "drop_user": within.other_user,
         "folder": folder,
@@ -252,7 +251,8 @@ def _supervised(order: dict[str, Any], seconds: float) -> dict[str, Any]:
         backstop.daemon = True
         backstop.start()
         try:
-            supervisor.stdin.write(json.dumps(order).encode() + b"\n")
+            packed = marshal.dumps(order)
+            supervisor.stdin.write(b"%d\n" % len(packed) + packed)
             supervisor.stdin.flush()  # and left open: its end tells the supervisor that we are gone
             answer = supervisor.stdout.read()
             complaint = supervisor.stderr.read().decode(errors="replace")
@@ -262,8 +262,8 @@ def _supervised(order: dict[str, Any], seconds: float) -> dict[str, Any]:
             backstop.cancel()
             supervisor.kill()
     try:
-        return dict(json.loads(answer))
-    except ValueError:
+        return dict(marshal.loads(answer))  # from our own process: the program cannot write there
+    except (EOFError, ValueError, TypeError):
         last = complaint.strip().splitlines()[-1:] or [f"no answer within {seconds:g} s"]
         raise RewardError(f"the sandbox could not be started: {last[0]}") from None
 
@@ -272,7 +272,7 @@ def _as_run(answer: dict[str, Any], token: str, calls: int) -> SandboxRun:
     status = answer["wait_status"]
     code = os.waitstatus_to_exitcode(status) if status is not None and answer["ended"] == "exit" else None
     ended: Ending = "timeout" if code == -signal.SIGXCPU else answer["ended"]
-    values, message = None, _message(binascii.a2b_base64(answer["message"]))
+    values, message = None, _message(answer["message"])
     finished = ended == "exit" and code == 0 and message.get("token") == token
     if finished:
         try:
@@ -285,8 +285,8 @@ def _as_run(answer: dict[str, Any], token: str, calls: int) -> SandboxRun:
     return SandboxRun(
         ended=ended,
         exit_code=code,
-        stdout=binascii.a2b_base64(answer["stdout"]).decode(errors="replace"),
-        stderr=binascii.a2b_base64(answer["stderr"]).decode(errors="replace"),
+        stdout=answer["stdout"].decode(errors="replace"),
+        stderr=answer["stderr"].decode(errors="replace"),
         seconds=answer["seconds"],
         values=values if finished else None,
         finished=finished,

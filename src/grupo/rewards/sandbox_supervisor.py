@@ -1,8 +1,9 @@
 """The process between grupo and one untrusted program: it fences the program in, watches it, and leaves nothing behind.
 
 Never imported: `sandbox.py` starts this file as a program of its own (`python -I -S`), so that what happens to it does
-not happen to the training process. The first line of stdin is the order (JSON). Stdin stays open as a lifeline: when it
-closes because the training process is gone, everything here is killed. The answer, a JSON object, goes to stdout.
+not happen to the training process. Stdin brings the order (the count of its bytes in a line, then a marshalled
+dictionary) and stays open as a lifeline: when it closes because the training process is gone, everything here is
+killed. The answer, a marshalled dictionary, goes to stdout.
 
 With namespaces (Linux, user namespaces allowed) the family is
 
@@ -14,9 +15,8 @@ namespaces the supervisor is the program's parent and the *subreaper* of its orp
 
 from __future__ import annotations
 
-import binascii
 import ctypes
-import json
+import marshal
 import os
 import resource
 import selectors
@@ -24,7 +24,10 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing and json take as long to import as everything else here together
+    from typing import Any, NoReturn
 
 NOBODY = 65534
 WATCH_SECONDS = 0.05
@@ -436,10 +439,8 @@ def supervise(order: dict[str, Any]) -> dict[str, Any]:
     fds, readers = {}, {}
     for name in ("stdout", "stderr", "message"):
         readers[name], fds[name] = os.pipe()
-    fds["job"] = file_with(bytes.fromhex(order["job"]))
-    fds["stdin"] = (
-        os.open(os.devnull, os.O_RDONLY) if order["stdin"] is None else file_with(bytes.fromhex(order["stdin"]))
-    )
+    fds["job"] = file_with(order["job"])
+    fds["stdin"] = os.open(os.devnull, os.O_RDONLY) if order["stdin"] is None else file_with(order["stdin"])
     started = time.monotonic()
     folder = ""
     if order["namespaces"]:
@@ -482,7 +483,7 @@ def supervise(order: dict[str, Any]) -> dict[str, Any]:
         "failure": watch.failure,
         "wait_status": watch.wait_status,
         "seconds": time.monotonic() - started,
-        **{name: binascii.b2a_base64(watch.read[name]).decode() for name in ("stdout", "stderr", "message")},
+        **{name: bytes(watch.read[name]) for name in ("stdout", "stderr", "message")},
     }
 
 
@@ -514,15 +515,19 @@ def file_with(data: bytes) -> int:
 
 
 def main() -> None:
-    line = bytearray()
-    while not line.endswith(b"\n"):  # not through sys.stdin, whose buffer would swallow what follows
-        data = os.read(0, 1 << 16)
+    # Not through sys.stdin, whose buffer would swallow the end of the lifeline.
+    count = b""
+    while not count.endswith(b"\n"):
+        count += os.read(0, 1) or b"0\n"
+    order = bytearray()
+    while len(order) < int(count):
+        data = os.read(0, int(count) - len(order))
         if not data:
             return
-        line += data
-    answer = supervise(json.loads(line))
-    with os.fdopen(1, "wb", closefd=False) as file:
-        file.write(json.dumps(answer).encode())
+        order += data
+    answer = marshal.dumps(supervise(marshal.loads(order)))
+    while answer:
+        answer = answer[os.write(1, answer) :]
 
 
 if __name__ == "__main__":
