@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from grupo.cli import _parser
 from grupo.config import GRPOConfig
 from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, load_recipe
-from grupo.rewards import RewardRunner
+from grupo.rewards import RewardRunner, make_reward
 from grupo.train_command import recipe_rewards
 from stub_judge import grade, judge_server
 from tiny import tiny_model, tiny_tokenizer
@@ -150,3 +150,13 @@ def test_the_examples_about_judges_and_reward_models_run(tmp_path, monkeypatch, 
         *("llm_judge", "number_match", "Skywork-Reward-V2-Qwen3-0.6B"),
     ]
     assert [weights for _, weights in rewards] == [[1.0], [2.0, 0.1]]
+
+
+def test_the_examples_about_code_rewards_run():
+    page = ROOT / "docs" / "code_rewards.md"
+    (code,), (recipe,) = blocks(page, "python"), blocks(page, "yaml")
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert names["scores"] == [1.0, 0.5] and names["penalties"] == [0.0, -1.0]
+    for spec in yaml.safe_load(recipe)["rewards"]:
+        assert make_reward(spec["name"], **spec["arguments"]).value_range

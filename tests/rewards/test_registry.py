@@ -19,7 +19,11 @@ ASKS_A_MODEL = {"llm_judge", "reward_model"}
 def test_every_name_makes_a_reward_that_scores(name: str) -> None:
     reward = make_reward(name, **ARGUMENTS.get(name, {}))
     scores = reward(
-        prompts=["p"], completions=["<think>a</think><answer>5</answer>"], completion_ids=[[1, 2, 3]], answer=["5"]
+        prompts=["p"],
+        completions=["<think>a</think><answer>5</answer>"],
+        completion_ids=[[1, 2, 3]],
+        answer=["5"],
+        tests=[["assert f() == 5"]],
     )
     assert len(scores) == 1 and isinstance(scores[0], float)
     assert reward.__name__

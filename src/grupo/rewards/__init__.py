@@ -1,6 +1,8 @@
 """Reward functions: the contract runner, and rewards for answers, format and length. Nothing here imports torch."""
 
 from grupo.rewards.answers import completion_text, extract_answer, extract_boxed, gold_number, last_number
+from grupo.rewards.cheating import no_cheating
+from grupo.rewards.code import code_reward, extract_code
 from grupo.rewards.format import tag_format
 from grupo.rewards.judge import llm_judge
 from grupo.rewards.length import (
@@ -22,9 +24,11 @@ __all__ = [
     "RewardTable",
     "accuracy_reward",
     "check_column_names",
+    "code_reward",
     "completion_text",
     "extract_answer",
     "extract_boxed",
+    "extract_code",
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
@@ -33,6 +37,7 @@ __all__ = [
     "llm_judge",
     "make_reward",
     "math_accuracy",
+    "no_cheating",
     "number_match",
     "reward_model",
     "reward_name",

@@ -13,6 +13,8 @@ from typing import Any, cast
 
 from grupo.errors import ConfigError
 from grupo.names import nearest
+from grupo.rewards.cheating import no_cheating
+from grupo.rewards.code import code_reward
 from grupo.rewards.format import tag_format
 from grupo.rewards.judge import llm_judge
 from grupo.rewards.length import (
@@ -35,6 +37,8 @@ REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
         "repetition_penalty": get_repetition_penalty_reward,
         "llm_judge": llm_judge,
         "reward_model": reward_model,
+        "code": code_reward,
+        "no_cheating": no_cheating,
     }
 )
 """name -> factory."""
