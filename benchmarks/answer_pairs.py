@@ -7,6 +7,7 @@ Needs `math-verify` and TRL beside grupo. Nothing else should run meanwhile: it 
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -30,13 +31,19 @@ def math_verify() -> Callable[[str, Any], bool]:
     """Its defaults, as its page shows them."""
     from math_verify import parse, verify
 
-    return lambda completion, gold: bool(verify(parse(str(gold)), parse(completion)))
+    return lambda completion, gold: bool(verify(parse(as_latex(gold)), parse(completion)))
 
 
 def trl() -> Callable[[str, Any], bool]:
     from trl.rewards import accuracy_reward
 
-    return lambda completion, gold: accuracy_reward([[{"content": completion}]], [str(gold)]) == [1.0]
+    return lambda completion, gold: accuracy_reward([[{"content": completion}]], [as_latex(gold)]) == [1.0]
+
+
+def as_latex(gold: Any) -> str:
+    """math-verify wants the gold answer in dollar signs, and reads less without them."""
+    stands_for_itself = re.search(r"(?<!\\)\$|\\\(|\\boxed|####|answer is", str(gold))
+    return str(gold) if stands_for_itself else f"${gold}$"
 
 
 COMPARISONS = {"`math_accuracy`": ours, "math-verify": math_verify, "TRL's `accuracy_reward`": trl}

@@ -32,7 +32,7 @@ def right(completion: Any, gold: Any) -> bool:
 
 def test_the_table_is_large_and_says_nothing_twice() -> None:
     assert len(PAIRS) >= 150
-    assert len({(completion, str(gold)) for _, completion, gold, _ in PAIRS}) == len(PAIRS)
+    assert len({(completion, repr(gold)) for _, completion, gold, _ in PAIRS}) == len(PAIRS)
     assert all(len(labels) == 2 for labels in TABLE.values())
 
 

@@ -41,7 +41,8 @@ SOLUTIONS = [r"\frac{1}{3}", r"$\frac{1}{3}$", r"\boxed{\frac{1}{3}}", r"so $x=\
 ANSWERS = [
     r"My answer is \boxed{\frac{1}{3}}",
     r"My answer is \boxed{\frac{1}{2}}",
-    r"First \boxed{\frac{1}{2}} and then \boxed{\frac{1}{3}}",
+    r"The final answer is $\frac{1}{3}$. I hope it is correct.",
+    r"The answer is $\frac{1}{2}$",
     r"\boxed{1/3}",
     r"\boxed{\frac{2}{6}}",
     r"\boxed{}",
@@ -55,9 +56,16 @@ def test_accuracy_is_that_of_trl(solution: str) -> None:
     """For golds with and without dollar signs and boxes; of completions, TRL takes messages only."""
     golds = [solution] * len(ANSWERS)
     expected = trl_rewards.accuracy_reward(messages(ANSWERS), golds)
-    assert expected == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert expected == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert ours.accuracy_reward(messages(ANSWERS), golds) == expected
     assert ours.accuracy_reward(ANSWERS, golds) == expected
+
+
+def test_accuracy_finds_more_than_trl() -> None:
+    """Of two boxes TRL reads none, and a number in plain text is no answer there."""
+    completions = [r"First \boxed{2} and then \boxed{3}", "so 3", r"so $3$"]
+    assert trl_rewards.accuracy_reward(messages(completions), ["3"] * 3) == [0.0] * 3
+    assert ours.accuracy_reward(completions, ["3"] * 3) == [1.0] * 3
 
 
 REASONED = [

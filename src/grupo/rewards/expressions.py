@@ -94,14 +94,15 @@ def same_answer(answer: Answer, gold: Answer, tolerance: float = 0.0) -> bool:
 def _close(form: Form, gold: Form, tolerance: float) -> bool:
     if not (isinstance(form, ExactNumber) and isinstance(gold, ExactNumber)):
         return False
-    numbers = []
-    for number in (form, gold):
-        rational = number.rational
-        try:
-            numbers.append(Fraction(float(number)) if rational is None else rational)
-        except (OverflowError, ValueError):  # no float is close to it
-            return False
-    return within(*numbers, tolerance)
+    try:
+        return within(_as_fraction(form), _as_fraction(gold), tolerance)
+    except (OverflowError, ValueError):  # no float is close to one of them
+        return False
+
+
+def _as_fraction(number: ExactNumber) -> Fraction:
+    rational = number.rational
+    return Fraction(float(number)) if rational is None else rational
 
 
 def is_prose(text: str) -> bool:
@@ -386,7 +387,7 @@ class _Parser:
             return ExactNumber.from_rational(_mixed(*(int(mixed[name]) for name in ("whole", "top", "bottom"))))
         if literal := self.take(_LITERAL):
             value = ExactNumber.from_rational(Fraction(literal[0].replace(_GROUP_MARK, "")))
-            if literal[0].isdigit() and _FRACTION.match(self.text, self.position):
+            if literal[0].isdigit() and self.peek() == "\\" and _FRACTION.match(self.text, self.position):
                 return self.mixed_number(value)
             return value
         if self.take(_FRACTION):

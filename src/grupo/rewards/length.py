@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.rewards.math import MathVerifier
+from grupo.rewards.math import LIKE_TRL, MathVerifier
 
 TokenIds = Sequence[Sequence[int]]
 
@@ -75,7 +75,7 @@ class CosineScaled:
         self.right = (max_value_correct, min_value_correct)
         self.wrong = (min_value_wrong, max_value_wrong)
         self.value_range = (float(min(self.right + self.wrong)), float(max(self.right + self.wrong)))
-        self.verifier = MathVerifier(gold_column, name=self.__name__)
+        self.verifier = MathVerifier(gold_column, LIKE_TRL, name=self.__name__)
         names = ("completions", gold_column, "completion_ids")
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         self.__signature__ = inspect.Signature(
@@ -147,7 +147,7 @@ def get_cosine_scaled_reward(
     length 0 to `min_value_correct` at `max_len` tokens and beyond, wrong ones rise from `min_value_wrong` to
     `max_value_wrong`.
 
-    Right and wrong are those of `math_accuracy`; where the gold answer cannot be read, it abstains.
+    Right and wrong are those of `accuracy_reward`; where the gold answer cannot be read, it abstains.
     """
     return CosineScaled(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct, gold_column)
 

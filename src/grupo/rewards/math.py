@@ -34,6 +34,8 @@ from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward, with_
 Extracted = Extraction | Mapping[str, Any] | None
 """An extraction, its fields (as recipes give them), or None for the default."""
 
+LIKE_TRL = Extraction(("boxed", "phrase", "last_number"))
+"""TRL reads boxes and formulas behind "answer is"; the last number comes on top."""
 _IN_GOLD = Extraction(("boxed", "hash", "phrase"))
 
 
@@ -188,7 +190,10 @@ LogExtra = Callable[[str, list[Any]], None]
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[Any], log_extra: LogExtra | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """`math_accuracy` with the signature and the logged columns of TRL's function of this name."""
+    """`math_accuracy` with the signature and the logged columns of TRL's function of this name.
+
+    The answer is the last box, else what follows "answer is", else the last number.
+    """
     return _like_trl(
         "accuracy_reward", [completion_text(completion) for completion in completions], solution, log_extra
     )
@@ -217,7 +222,7 @@ def _like_trl(
     name: str, texts: Sequence[str | None], solution: Sequence[Any], log_extra: LogExtra | None, absent: str = "[none]"
 ) -> list[float | None]:
     """Scores with TRL's logged columns; `absent` is logged as the answer of a text that is None."""
-    verifier = MathVerifier("solution", name=name)
+    verifier = MathVerifier("solution", LIKE_TRL, name=name)
     if log_extra is not None:
         answers = [absent if text is None else str(verifier.read(text) or "[none]") for text in texts]
         log_extra("solution", list(solution))
