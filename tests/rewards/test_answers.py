@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from fractions import Fraction
 
@@ -10,8 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grupo.errors import RewardError
-from grupo.rewards.answers import completion_text, extract_answer, extract_boxed, gold_number, last_number
+from grupo.errors import ConfigError, RewardError
+from grupo.rewards.answers import (
+    Extraction,
+    Found,
+    completion_text,
+    extract_answer,
+    extract_boxed,
+    gold_number,
+    last_number,
+)
 
 LAST_NUMBERS = [
     ("7 * 8 = 56", 56),
@@ -140,6 +149,97 @@ def test_a_box_decides_over_numbers_in_the_text() -> None:
     assert extract_answer(r"\boxed{5 in 3 steps") is None
     assert extract_answer("in 3 steps: 1,250") == "1250"
     assert extract_answer("nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "answer"),
+    [
+        (r"a \boxed{5} b", "boxed", "5"),
+        (r"a \boxed{5", "boxed", None),
+        (r"\boxed{ }", "boxed", None),
+        ("<answer>4</answer><answer> 5\n</answer>", "tag", "5"),
+        ("<answer>4<answer>5</answer></answer>", "tag", "5"),
+        ("<answer>5</answer> <answer>6", "tag", "5"),
+        ("</answer><answer>5", "tag", None),
+        ("<answer></answer>", "tag", None),
+        ("48 = 72\n#### 72\nDone.", "hash", "72"),
+        ("#### 72\n####  1,072 \r\n", "hash", "1,072"),
+        ("####", "hash", None),
+        ("The final answer is 42. Good.", "phrase", "42"),
+        ("The answer is 3.5", "phrase", "3.5"),
+        ("Answer: 5\nAnswer = 6", "phrase", "6"),
+        ("ANSWER: 5", "phrase", "5"),
+        ("Answer: 5\nANSWER: 6", "phrase", "6"),
+        ("ANSWER: 5\nAnswer: 6", "phrase", "6"),
+        ("**Answer:** 5 apples, since 2 + 3 = 5", "phrase", "5 apples"),
+        ("### Final Answer\n\n$$\n5\n$$\nThat was it.", "phrase", "$$\n5\n$$"),
+        ("Answer:", "phrase", None),
+        ("so 42", "last_number", "42"),
+        ("so 6/8", "last_number", "3/4"),
+    ],
+)
+def test_each_source(text: str, source: str, answer: str | None) -> None:
+    assert Extraction().find(text) == Extraction((source,)).find(text) == Found(answer, source)
+    assert extract_answer(text, Extraction((source,))) == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "an answer", "answering: 5", "The answer is not 5", "answered = 5", "the answer isn't 5", "</answer> 5"],
+)
+def test_what_no_source_but_the_last_number_finds(text: str) -> None:
+    assert Extraction(("boxed", "tag", "hash", "phrase")).find(text) == Found(None, None)
+
+
+def test_the_order_of_the_sources_decides() -> None:
+    text = r"<answer>1</answer> #### 2" + "\nThe answer is 3. \\boxed{4} or 5"
+    orders = {"boxed": "4", "tag": "1", "hash": "2", "phrase": "3", "last_number": "5"}
+    for first, answer in orders.items():
+        others = [source for source in orders if source != first]
+        assert Extraction((first, *others)).find(text) == Found(answer, first)
+
+
+def test_strict_stops_at_a_broken_source_and_lenient_goes_on() -> None:
+    sources = ("boxed", "tag", "last_number")
+    strict, lenient = Extraction(sources), Extraction(sources, strict=False)
+    for text in (r"\boxed{} <answer>5</answer>", r"<answer>5</answer> \boxed{5", r"<answer></answer> \boxed{ } 5"):
+        assert strict.find(text) == Found(None, "boxed")
+        assert lenient.find(text).answer == "5"
+    sentence = "<answer>we need 5 of them</answer> out of 7"
+    assert strict.find(sentence) == Found("we need 5 of them", "tag")
+    assert lenient.find(sentence) == Found("5", "tag")
+    assert lenient.find("<answer>none of them</answer> out of 7") == Found("7", "last_number")
+
+
+def test_other_tags() -> None:
+    assert Extraction(("tag",), tag="SOLUTION").find("<answer>4</answer><SOLUTION>5</SOLUTION>").answer == "5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"sources": ["box"]}, "no source of answers named 'box'. Did you mean 'boxed'"),
+        ({"sources": []}, "is no order"),
+        ({"sources": ["tag", "tag"]}, "is no order"),
+        ({"tag": "<answer>"}, "without angle brackets"),
+        ({"source": ["tag"]}, "has no 'source'. Did you mean 'sources'"),
+    ],
+)
+def test_an_extraction_that_cannot_be(arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Extraction.of(arguments, default=Extraction())
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([*"0123456789.,/-+e$% \\{}^x\n(", "\u2212", "\u20ac", "sqrt", "\\frac"]), max_size=40).map(
+        "".join
+    )
+)
+def test_the_last_number_is_found_from_the_end_as_from_the_start(text: str) -> None:
+    """What stands before and behind the last number does not change it, once it cannot be part of it."""
+    assert last_number("12 apples; " + text) == last_number(text) or not any(map(str.isdigit, text))
+    assert last_number(text + " " + "w" * 50) == last_number(text)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def are_same(first: str, second: str) -> bool:
         ("sqrt(8)", r"2\sqrt{2}"),
         (r"1\frac{3}{4}", "1.75"),
         ("1 3/4", "7/4"),
+        (r"2 \frac12", "5/2"),
+        (r"2\,\frac{1}{2}", "2.5"),
         ("-2^2", "-4"),
         (r"3 \times 10^8", "300000000"),
         ("2^10", "1024"),
@@ -64,6 +66,12 @@ def are_same(first: str, second: str) -> bool:
         (r"90^\circ", "90"),
         (r"\$5", "5 dollars"),
         ("9^9^9^9", "9^{9}^{9}^{9}"),
+        ("$5$ apples", "5 apples"),
+        (r"\(5\) apples", "5"),
+        ("**5** apples", "5"),
+        (r"1, 2 \text{ and } 3", "3, 2, 1"),
+        ("2 or 5", r"\{2, 5\}"),
+        ("1, 2, and 3", "1,2,3"),
     ],
 )
 def test_same_values(first: str, second: str) -> None:
@@ -101,6 +109,13 @@ def test_same_values(first: str, second: str) -> None:
         (r"x^{ab}", "x^ab"),
         ("A", "a"),
         ("2^10", "20"),
+        (r"2 \frac12", "1"),
+        ("2**3", "23"),
+        ("2**3", "8"),
+        ("5 or 6", "6"),
+        ("$5 and $6", "5"),
+        ("sandy", "s, y"),
+        ("5 and a half", "5"),
     ],
 )
 def test_different_values(first: str, second: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grupo.errors import RewardError
+from grupo.errors import ConfigError, RewardError
 from grupo.rewards import RewardRunner, accuracy_reward, math_accuracy, number_match
 from grupo.rewards.math import MathAccuracy, NumberMatch
 
@@ -169,3 +169,70 @@ def test_accuracy_reward_logs_what_it_read() -> None:
         "gold_parsed": ["1/2", "7"],
         "answer_parsed": ["1/2", "[none]"],
     }
+
+
+def test_answers_in_tag_blocks() -> None:
+    completions = ["<answer>1,250</answer> of 7", "<answer>12 * 7</answer>", "1250", "<answer>the 1250</answer>"]
+    in_tags = {"sources": ["tag"]}
+    assert number_match(extraction=in_tags)(completions, answer=[1250, 84, 1250, 1250]) == [1.0, 0.0, 0.0, 0.0]
+    assert number_match(extraction=in_tags)(completions, answer=[1250, 7, 1250, 1250]) == [1.0, 0.0, 0.0, 0.0]
+    assert math_accuracy(extraction=in_tags)(completions, answer=[1250, 84, 1250, 1250]) == [1.0, 1.0, 0.0, 0.0]
+    lenient = number_match(extraction={"sources": ["tag"], "strict": False})
+    assert lenient(completions, answer=[1250, 84, 1250, 1250]) == [1.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "tolerance", "reward"),
+    [
+        ("0.333", "1/3", 0.01, 1.0),
+        ("0.33", "1/3", 0.01, 1.0),  # exactly at the edge
+        ("0.3", "1/3", 0.01, 0.0),
+        ("0.333", "1/3", 0.0, 0.0),
+        ("-0.333", "1/3", 0.01, 0.0),
+        ("3.14", r"\pi", 0.01, 1.0),
+        ("3.14", r"\pi", 0.0001, 0.0),
+        (r"\sqrt{2}", "1.41421356", 1e-6, 1.0),
+        ("1001", "1000", 0.01, 0.0),  # two whole numbers
+        ("1001", "1000.5", 0.01, 1.0),
+        ("0.001", "0", 0.5, 0.0),  # no share of nothing
+        (r"0.333\text{ cm}", r"1/3\text{ m}", 0.01, 0.0),
+        ("(0.333, 1)", "(1/3, 1)", 0.01, 0.0),  # inside a tuple
+        ("10^{400}\\sqrt{2}", "1.5", 0.5, 0.0),  # beyond the floats
+    ],
+)
+def test_tolerance_is_relative_and_for_numbers_that_are_not_whole(
+    answer: str, gold: str, tolerance: float, reward: float
+) -> None:
+    assert math_accuracy(tolerance=tolerance)([rf"\boxed{{{answer}}}"], answer=[gold]) == [reward]
+
+
+def test_tolerance_of_numbers() -> None:
+    reward = number_match(tolerance=0.05)
+    assert reward(["10.4", "10.6", "11", "9.5"], answer=[10, 10, 10, "10.0"]) == [1.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: math_accuracy(tolerance=-0.1),
+        lambda: number_match(tolerance=1.0),
+        lambda: number_match(tolerance=float("nan")),
+        lambda: math_accuracy(require_box=True, extraction={"sources": ["tag"]}),
+    ],
+)
+def test_settings_that_say_nothing_are_refused(make: Any) -> None:
+    with pytest.raises(ConfigError):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("gold", "right"),
+    [
+        ("So the answer is 5.", "5"),
+        ("The final answer is $\\frac{1}{2}$. I hope it is correct.", "0.5"),
+        ("Answer: 5", "5"),
+        ("the answer is shown in figure 5", None),
+    ],
+)
+def test_golds_that_say_the_answer_in_a_sentence(gold: str, right: str | None) -> None:
+    assert score(rf"\boxed{{{right or 5}}}", gold) == (None if right is None else 1.0)

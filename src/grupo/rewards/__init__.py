@@ -1,9 +1,9 @@
 """Reward functions: the contract runner, and rewards for answers, format and length. Nothing here imports torch."""
 
-from grupo.rewards.answers import completion_text, extract_answer, extract_boxed, gold_number, last_number
+from grupo.rewards.answers import Extraction, completion_text, extract_answer, extract_boxed, gold_number, last_number
 from grupo.rewards.cheating import no_cheating
 from grupo.rewards.code import code_reward, extract_code
-from grupo.rewards.format import tag_format
+from grupo.rewards.format import tag_format, think_format_reward
 from grupo.rewards.judge import llm_judge
 from grupo.rewards.length import (
     get_cosine_scaled_reward,
@@ -11,17 +11,30 @@ from grupo.rewards.length import (
     get_soft_overlong_punishment,
     token_length,
 )
-from grupo.rewards.math import accuracy_reward, math_accuracy, number_match
+from grupo.rewards.math import (
+    MathVerifier,
+    NumberVerifier,
+    accuracy_reward,
+    math_accuracy,
+    number_match,
+    reasoning_accuracy_reward,
+)
 from grupo.rewards.model import reward_model
 from grupo.rewards.registry import REWARDS, make_reward
 from grupo.rewards.results import RewardFailure, RewardTable
 from grupo.rewards.runner import RewardRunner, check_column_names, reward_name, run_alone
+from grupo.rewards.verifiers import Verdict, Verifier, reward_from
 
 __all__ = [
+    "Extraction",
+    "MathVerifier",
+    "NumberVerifier",
     "REWARDS",
     "RewardFailure",
     "RewardRunner",
     "RewardTable",
+    "Verdict",
+    "Verifier",
     "accuracy_reward",
     "check_column_names",
     "code_reward",
@@ -39,9 +52,12 @@ __all__ = [
     "math_accuracy",
     "no_cheating",
     "number_match",
+    "reasoning_accuracy_reward",
+    "reward_from",
     "reward_model",
     "reward_name",
     "run_alone",
     "tag_format",
+    "think_format_reward",
     "token_length",
 ]

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers import completion_text
-from grupo.rewards.math import keyword_signature
 from grupo.rewards.sandbox import (
     Call,
     Job,
@@ -33,6 +32,7 @@ from grupo.rewards.sandbox import (
     run_together,
     warn_of_weak_isolation,
 )
+from grupo.rewards.verifiers import keyword_signature
 
 Fault = Literal["no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output"]
 FAULTS: tuple[Fault, ...] = ("no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output")

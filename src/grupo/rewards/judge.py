@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers import completion_text
-from grupo.rewards.math import keyword_signature
+from grupo.rewards.verifiers import keyword_signature
 
 logger = logging.getLogger("grupo")
 
