@@ -9,6 +9,7 @@ from grupo.rewards.length import (
     token_length,
 )
 from grupo.rewards.math import accuracy_reward, math_accuracy, number_match
+from grupo.rewards.puzzles import countdown, number_list, reasoning_gym
 from grupo.rewards.registry import REWARDS, make_reward
 from grupo.rewards.results import RewardFailure, RewardTable
 from grupo.rewards.runner import RewardRunner, check_column_names, reward_name
@@ -21,6 +22,7 @@ __all__ = [
     "accuracy_reward",
     "check_column_names",
     "completion_text",
+    "countdown",
     "extract_answer",
     "extract_boxed",
     "get_cosine_scaled_reward",
@@ -30,7 +32,9 @@ __all__ = [
     "last_number",
     "make_reward",
     "math_accuracy",
+    "number_list",
     "number_match",
+    "reasoning_gym",
     "reward_name",
     "tag_format",
     "token_length",

@@ -21,6 +21,7 @@ from grupo.rewards.length import (
     token_length,
 )
 from grupo.rewards.math import math_accuracy, number_match
+from grupo.rewards.puzzles import countdown, number_list, reasoning_gym
 
 REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
     {
@@ -31,6 +32,9 @@ REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
         "soft_overlong_punishment": get_soft_overlong_punishment,
         "cosine_scaled": get_cosine_scaled_reward,
         "repetition_penalty": get_repetition_penalty_reward,
+        "countdown": countdown,
+        "number_list": number_list,
+        "reasoning_gym": reasoning_gym,
     }
 )
 """name -> factory."""
