@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grupo.data.prompts import NumberedRows
 from grupo.data.splits import without_shared
-from grupo.data.tasks import make_task
+from grupo.data.tasks import make_task, task_rewards
 from grupo.errors import DataError
 from grupo.hub import is_out_of_reach
 from grupo.rewards.golds import final_answer
@@ -48,8 +48,8 @@ def recipe_rewards(recipe: Recipe) -> tuple[list[Any], list[float]]:
     """Reward functions and weights; a task brings its own where the recipe names none."""
     specs = [(spec.name, spec.arguments, spec.weight) for spec in recipe.rewards]
     if not specs:
-        task = make_task(recipe.task or "", **recipe.task_arguments)
-        specs = [(name, arguments, 1.0) for name, arguments in task.rewards.items()]
+        rewards = task_rewards(recipe.task or "", **recipe.task_arguments)
+        specs = [(name, arguments, 1.0) for name, arguments in rewards.items()]
     return [make_reward(name, **arguments) for name, arguments, _ in specs], [weight for *_, weight in specs]
 
 

@@ -66,6 +66,11 @@ def make_task(name: str, seed: int = 0, **arguments: Any) -> Task:
     return task
 
 
+def task_rewards(name: str, **arguments: Any) -> dict[str, dict[str, Any]]:
+    """The rewards of a task, without drawing the items of reasoning-gym, which can take a while."""
+    return {"reasoning_gym": {}} if name.startswith(PREFIX) else make_task(name, **arguments).rewards
+
+
 def times_tables(seed: int, level: int = 1) -> Task:
     """Products of two numbers from 2 on.
 
@@ -213,7 +218,7 @@ def gym_task(
         description=f"The task {name} of reasoning-gym.",
         train=rows[held_out:],
         held_out=rows[:held_out],
-        rewards={"reasoning_gym": {}},
+        rewards=task_rewards(PREFIX + name),
     )
 
 

@@ -1,6 +1,7 @@
 """Reward functions: the contract runner, and rewards for answers, format and length. Nothing here imports torch."""
 
 from grupo.rewards.answers import completion_text, extract_answer, extract_boxed, gold_number, last_number
+from grupo.rewards.check import FAULTS, Fault, RewardReport, check_rewards
 from grupo.rewards.format import tag_format
 from grupo.rewards.length import (
     get_cosine_scaled_reward,
@@ -15,12 +16,16 @@ from grupo.rewards.results import RewardFailure, RewardTable
 from grupo.rewards.runner import RewardRunner, check_column_names, reward_name
 
 __all__ = [
+    "FAULTS",
     "REWARDS",
+    "Fault",
     "RewardFailure",
+    "RewardReport",
     "RewardRunner",
     "RewardTable",
     "accuracy_reward",
     "check_column_names",
+    "check_rewards",
     "completion_text",
     "countdown",
     "extract_answer",

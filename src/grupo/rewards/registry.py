@@ -70,6 +70,14 @@ def make_reward(name: str, **arguments: Any) -> Callable[..., Any]:
     return factory(**arguments)
 
 
+def value_range(factory: Callable[..., Any]) -> str:
+    """The values that a factory's rewards return, as they say in `value_range`."""
+    declared = getattr(factory, "value_range", None)
+    if declared is None and all(p.default is not p.empty for p in inspect.signature(factory).parameters.values()):
+        declared = getattr(factory(), "value_range", None)
+    return "not declared" if declared is None else f"{declared[0]:g} to {declared[1]:g}"
+
+
 def _own_function(name: str) -> Callable[..., Any]:
     """The function of a file, relative to the working directory, or of an importable module."""
     source, _, attribute = name.rpartition(":")
