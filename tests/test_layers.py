@@ -130,7 +130,20 @@ def test_no_two_parts_import_each_other() -> None:
 
 
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
-LIGHT = ["check_command", "cli", "data", "errors", "hub", "metrics", "names", "recipe", "records", "rewards", "sampling", "step_plan"]
+LIGHT = [
+    "check_command",
+    "cli",
+    "data",
+    "errors",
+    "hub",
+    "metrics",
+    "names",
+    "recipe",
+    "records",
+    "rewards",
+    "sampling",
+    "step_plan",
+]
 
 
 @pytest.mark.parametrize("part", LIGHT)

@@ -1,4 +1,4 @@
-"""`grupo rewards check`: what is wrong with the rewards of a recipe, or with rewards named one by one. Imports no torch."""
+"""`grupo rewards check`: faults of the rewards of a recipe, or of rewards named one by one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _with_completions(rows: Sequence[dict[str, Any]], path: Path) -> list[dict[s
             texts = [item["text"] if isinstance(item, dict) else item for item in several]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"--completions {path}, line {number}: it needs a JSON object with `prompt` and `completion` (a text) or "
-                f"`completions` (several, or objects with `text`)."
+                f"--completions {path}, line {number}: it needs a JSON object with `prompt` and `completion` (a text) "
+                "or `completions` (several, or objects with `text`)."
             ) from error
         own = {name: value for name, value in entry.items() if name not in NOT_COLUMNS}
         row = known.get(prompt, {"prompt": entry["prompt"], **own} if own else None)

@@ -32,6 +32,7 @@ def normalised(text: str) -> str:
     count as the same: a held-out row too few does less harm than one that was trained on.
     """
     folded = unicodedata.normalize("NFKC", text).casefold().translate(_DASHES)
+    folded = re.sub(r"(?<=\w)['\u2019](?=\w)", "", folded)
     return " ".join(_plain(token) for token in _TOKEN.findall(folded) if token not in _PROSE)
 
 

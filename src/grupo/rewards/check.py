@@ -232,6 +232,11 @@ class _Subject:
                     f"It declares values from {low:g} to {high:g}, and returned {score:g} on {_shown(text)} ({kind}).",
                 )
 
+    def is_reliable(self) -> bool:
+        """Whether its scores say something about the completions, so that they can be compared."""
+        unreliable = {"not-repeatable", "order-dependent", "neighbour-dependent"}
+        return not self.broken and not unreliable & self.faults.keys()
+
     def known(self, *kinds: str) -> list[float]:
         """All scores of these kinds of probe, or of all kinds."""
         return [score for kind in kinds or self.scores for score in self.scores.get(kind, []) if score is not None]
@@ -246,7 +251,7 @@ class _Subject:
         return max(known) - min(known) if known else 0.0
 
 
-ORDINARY = ("gold", "wrong", "bare gold", "bare wrong", "sampled")
+ORDINARY = ("gold", "wrong", "bare gold", "bare wrong", "30 more words", "120 more words", "sampled")
 """Kinds of probe that look like what a model writes."""
 
 
@@ -308,10 +313,14 @@ def check_rewards(
     probing.score_all(form)
     for subject in subjects:
         _check_one(probing, subject)
-    summed = [subject for subject in subjects[: len(functions)] if not subject.broken]
     faults = [fault for subject in subjects for fault in subject.faults.values()]
-    faults += _of_the_sum(probing, summed)
-    faults += _disagreements(probing, [subject for subject in subjects if not subject.broken])
+    summed = subjects[: len(functions)]
+    unreliable = [subject.name for subject in summed if not subject.is_reliable()]
+    if unreliable:
+        probing.skipped.append(f"the sum of the rewards, as long as {', '.join(unreliable)} cannot be relied on")
+    else:
+        faults += _of_the_sum(probing, summed)
+    faults += _disagreements(probing, [subject for subject in subjects if subject.is_reliable()])
     return RewardReport(
         tuple(faults),
         {subject.name: _measured(probing, subject, summed) for subject in subjects},
@@ -387,25 +396,12 @@ class _Probing:
         self._score("forms", probes)
         earned = [0.0] * len(candidates)
         for subject in self.subjects:
-            scores = [score or 0.0 for score in subject.scores["forms"]]
+            scores = [0.0 if subject.is_about_length else score or 0.0 for score in subject.scores["forms"]]
             for place in range(len(candidates)):
                 part = scores[place * len(pairs) : (place + 1) * len(pairs)]
                 earned[place] += subject.weight * sum(part)
-            self._check_newlines(subject, candidates, scores, len(pairs))
+        self.candidates = candidates
         return candidates[earned.index(max(earned))]
-
-    def _check_newlines(self, subject: _Subject, candidates: Sequence[Form], scores: list[float], count: int) -> None:
-        half = len(candidates) // 2
-        for place in range(half):
-            many = scores[place * count : (place + 1) * count]
-            one = scores[(half + place) * count : (half + place + 1) * count]
-            if not subject.is_about_length and all(a < b - CLOSE for a, b in zip(many, one, strict=True)):
-                subject.report(
-                    "newline-sensitive",
-                    f"{_shown(candidates[place].template)} earns {fmean(one):.3g} with the reasoning in one line, and "
-                    f"{fmean(many):.3g} with the same words in two.",
-                )
-                return
 
     def score_all(self, form: Form) -> None:
         golds, rows = self.golds, self.rows
@@ -452,7 +448,7 @@ def _completions(row: Mapping[str, Any]) -> list[str]:
 def _check_one(probing: _Probing, subject: _Subject) -> None:
     if not subject.broken:
         _check_batches(probing, subject)
-    if subject.broken:
+    if not subject.is_reliable():
         return
     if not subject.known():
         count = sum(map(len, subject.scores.values()))
@@ -466,9 +462,27 @@ def _check_one(probing: _Probing, subject: _Subject) -> None:
         _check_saturated(subject)
     _check_empty(subject)
     if not subject.is_about_length:
+        _check_newlines(probing, subject)
         _check_length(subject)
         if probing.has_gold:
             _check_wrong_answers(probing, subject)
+
+
+def _check_newlines(probing: _Probing, subject: _Subject) -> None:
+    """Each form with the reasoning in two lines, against the same in one line."""
+    scores = [score or 0.0 for score in subject.scores["forms"]]
+    half = len(scores) // 2
+    count = half // (len(probing.candidates) // 2)
+    for place, form in enumerate(probing.candidates[: len(probing.candidates) // 2]):
+        many = scores[place * count : (place + 1) * count]
+        one = scores[half + place * count : half + (place + 1) * count]
+        if all(a < b - CLOSE for a, b in zip(many, one, strict=True)):
+            subject.report(
+                "newline-sensitive",
+                f"{_shown(form.template)} earns {fmean(one):.3g} with the reasoning in one line, and {fmean(many):.3g} "
+                "with the same words in two.",
+            )
+            return
 
 
 def _check_constant(subject: _Subject) -> bool:

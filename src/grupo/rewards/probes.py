@@ -16,7 +16,7 @@ REASONING = "I read the question with care.\nThen I work it out, step by step."
 _FILLER = (
     "Before going on, it helps to say in plain words what is known and what is asked, and to look at every part of it "
     "again, so that nothing is left out by accident."
-).split()  # noqa: SIM905
+)
 FILLER_WORDS = (5, 30, 120, 480)
 """Words of reasoning put before the same answer."""
 
@@ -43,7 +43,8 @@ BARE = Form("{answer}")
 
 def filler(words: int) -> str:
     """So many words that say nothing."""
-    return " ".join(_FILLER[place % len(_FILLER)] for place in range(words))
+    sentence = _FILLER.split()
+    return " ".join(sentence[place % len(sentence)] for place in range(words))
 
 
 def forms(tags: Iterable[Sequence[str]] = ()) -> list[Form]:
