@@ -8,7 +8,8 @@ from typing import Any
 
 from grupo.data.prompts import NumberedRows, row_numbers
 from grupo.errors import DataError
-from grupo.rewards.math import GoldReward, shown_gold
+from grupo.rewards.answers import shown_gold
+from grupo.rewards.verifiers import GoldVerifier
 
 logger = logging.getLogger("grupo")
 
@@ -28,28 +29,29 @@ def usable_rows(
         DataError: a reward can read no gold answer at all, or none of those that are held out.
     """
     for reward in rewards:
-        if isinstance(reward, GoldReward):
-            _unread("training", rows, reward, "It abstains on their completions.")
-            unread = set(_unread("held-out", held_out, reward, "They are left out of the evaluation."))
+        verifier = getattr(reward, "verifier", None)
+        if isinstance(verifier, GoldVerifier):
+            _unread("training", rows, verifier, "It abstains on their completions.")
+            unread = set(_unread("held-out", held_out, verifier, "They are left out of the evaluation."))
             kept = [place for place in range(len(held_out)) if place not in unread]
             numbers = row_numbers(held_out)
             held_out = NumberedRows([held_out[place] for place in kept], [numbers[place] for place in kept])
     return rows, held_out
 
 
-def _unread(what: str, rows: list[dict[str, Any]], reward: GoldReward, consequence: str) -> list[int]:
+def _unread(what: str, rows: list[dict[str, Any]], verifier: GoldVerifier, consequence: str) -> list[int]:
     """Places of the rows whose gold answer cannot be read; says which they are. A missing column is said elsewhere."""
-    column = reward.gold_column
-    places = [place for place, row in enumerate(rows) if column in row and not reward.can_read(row[column])]
+    column = verifier.gold_column
+    places = [place for place, row in enumerate(rows) if column in row and not verifier.can_read(row[column])]
     if not places:
         return []
     numbers = row_numbers(rows)
     named = ", ".join(str(numbers[place]) for place in places[:SHOWN]) + (", ..." if len(places) > SHOWN else "")
     found = (
-        f"{reward.__name__} cannot read the gold answers ('{column}') of {len(places)} of {len(rows)} {what} rows, "
+        f"{verifier.__name__} cannot read the gold answers ('{column}') of {len(places)} of {len(rows)} {what} rows, "
         f"counted from 0: {named}; the first is {shown_gold(rows[places[0]][column])}."
     )
     if len(places) == len(rows):
-        raise DataError(f"{found} {reward.needs}")
-    logger.warning("%s %s %s", found, consequence, reward.needs)
+        raise DataError(f"{found} {verifier.needs}")
+    logger.warning("%s %s %s", found, consequence, verifier.needs)
     return places

@@ -1,14 +1,20 @@
-"""Find the answer in a completion: its text, its last box, its last number. Used by rewards and by evaluation."""
+"""Find the answer in a completion: its text, its last box, tag block or number. Used by rewards and by evaluation."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Rational, Real
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from grupo.errors import RewardError
+from grupo.errors import ConfigError, RewardError
+from grupo.names import nearest
+from grupo.rewards.exact import MAX_BITS
+from grupo.rewards.expressions import is_prose
 
 MAX_DIGITS = 1000
 """A longer run of digits is no answer; Python itself refuses to convert more than 4,300."""
@@ -28,7 +34,17 @@ _INSIDE_FORMULA = re.compile(
     r"(?:\^|√|\\sqrt(?:\[[^\]]*\])?|\\[dt]?frac(?:\{(?:[^{}]|\{[^{}]*\})*\}|\s*[0-9])?)\s*\{?\s*$"
 )
 _FORMULA_GOES_ON = re.compile(r"[,.]?\s?(?:\\?\^(?!\\circ|\{\\circ)|\\pi\b|π|√|\\sqrt|\\[dt]?frac|[²³⁴⁵⁶⁷⁸⁹])")
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_BEFORE_NUMBER = re.compile(rf".*[^0-9.,/ eE+$€£¥\\{_MINUS}]", re.DOTALL)
+"""Up to the last character that cannot be part of anything number-like."""
+# Greedy from the end: a completion has one answer, and its end is where it stands.
+_LAST_BOX = re.compile(r".*\\(?:boxed|fbox)(?![A-Za-z])\s*", re.DOTALL)
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_PHRASE = re.compile(
+    r"(?<![a-z])answer[*_]*(?:\s+is(?![a-z'])(?!\s+not\b)\s*:?|\s*[:=][*_]*|(?<=final answer)[*_]*[ \t]*\r?\n)\s*",
+    re.IGNORECASE,
+)
+_STATEMENT = re.compile(r"(?:\$\$.*?\$\$|\\\[.*?\\\])?[^\r\n]*", re.DOTALL)
+_STATEMENT_ENDS = re.compile(r"[.?](?=[\"'*_)\]]*(?:\s|$))|,?\s(?:so|because|since|which)\s")
 
 
 def completion_text(completion: Any) -> str | None:
@@ -54,30 +70,153 @@ def completion_text(completion: Any) -> str | None:
     )
 
 
+class Found(NamedTuple):
+    """What was found in a completion."""
+
+    answer: str | None
+    """As it is written; None if there is none."""
+    source: str | None
+    """Where; None if no source is there."""
+
+
+@dataclass(frozen=True)
+class Extraction:
+    r"""Where the answer of a completion stands: the first of `sources` that is there.
+
+    - `boxed`: the last `\boxed{...}` or `\fbox{...}`
+    - `tag`: the last complete block `<answer>...</answer>`
+    - `hash`: what follows the last `####` in its line
+    - `phrase`: what follows the last "answer is", "answer:" or "answer =" (or a line "Final answer"), to the end of the
+      sentence
+    - `last_number`: the last number of the text, see `last_number`
+
+    Raises:
+        ConfigError: an unknown source, none, or one twice; a tag that is no name.
+    """
+
+    sources: tuple[str, ...] = ("boxed", "tag", "hash", "phrase", "last_number")
+    strict: bool = True
+    """Strict: the first source that is there decides, and all of it is the answer; where it is empty or broken (a box
+    that is not closed), there is no answer. Lenient: an empty or broken source is passed over, and of a sentence the
+    last number counts. Lenient finds more answers, and more that were not meant."""
+    tag: str = "answer"
+
+    def __post_init__(self) -> None:
+        names = (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
+        object.__setattr__(self, "sources", names)  # recipes give lists
+        unknown = [name for name in names if name not in _SOURCES]
+        if unknown:
+            raise ConfigError(
+                f"There is no source of answers named {unknown[0]!r}.{nearest(str(unknown[0]), _SOURCES)} The sources "
+                f"are {', '.join(_SOURCES)}."
+            )
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"sources={names!r} is no order: give one or more of {', '.join(_SOURCES)}, each once.")
+        if not self.tag.isidentifier():
+            raise ConfigError(
+                f"tag={self.tag!r} is no name of a block: give it without angle brackets, as in 'answer'."
+            )
+
+    @staticmethod
+    def of(given: Extraction | Mapping[str, Any] | None, default: Extraction) -> Extraction:
+        """An extraction itself or from its fields, as recipes give them; the default for None."""
+        if given is None or isinstance(given, Extraction):
+            return given or default
+        known = [field.name for field in fields(Extraction)]
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"An extraction has no '{name}'.{nearest(name, known)} It takes {', '.join(known)}.")
+        return Extraction(**given)
+
+    def find(self, text: str) -> Found:
+        """The answer of a completion text."""
+        for source in self.sources:
+            written = _SOURCES[source](text, self.tag)
+            if written is None:
+                continue
+            if not self.strict and is_prose(written):
+                written = _last_number(written, self.tag) or ""
+            if written.strip():
+                return Found(written, source)
+            if self.strict:
+                return Found(None, source)
+        return Found(None, None)
+
+
+def extract_answer(text: str, extraction: Extraction | None = None) -> str | None:
+    """What a completion answers, as it is written there, or None.
+
+    Unless an extraction is given, that is the content of its last box if it has any box, else its last number.
+    """
+    return (extraction or BOX_ELSE_NUMBER).find(text).answer
+
+
 def extract_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}` or `\fbox{...}`, by a scan for the matching brace.
 
     The last box decides: None if there is none, if it is not closed, or if it has no braces (`\boxed 5` boxes one digit
     in LaTeX, and is rarely meant so). Escaped braces are content: `\boxed{\{2,5\}}` holds `\{2,5\}`.
     """
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
+    box = _LAST_BOX.match(text)
+    if box is None or not text.startswith("{", box.end()):
         return None
-    position = boxes[-1].end()
-    while position < len(text) and text[position].isspace():
-        position += 1
-    if position == len(text) or text[position] != "{":
-        return None
-    start, depth = position + 1, 0
-    while position < len(text):
-        if text[position] == "\\":
-            position += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    depth = 0
+    for brace in _BRACE.finditer(text, box.end()):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[start:position]
-        position += 1
+            return text[box.end() + 1 : brace.start()]
     return None
+
+
+# Sources: (text, tag) -> what stands there, "" where it is empty or broken, None where there is no such place.
+
+
+def _boxed(text: str, tag: str) -> str | None:
+    return None if _LAST_BOX.match(text) is None else extract_boxed(text) or ""
+
+
+def _tag_block(text: str, tag: str) -> str | None:
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    start = text.rfind(opening, 0, max(text.rfind(closing), 0))
+    if start < 0:
+        return "" if opening in text else None
+    start += len(opening)
+    return text[start : text.index(closing, start)].strip()
+
+
+def _behind_hashes(text: str, tag: str) -> str | None:
+    _, mark, behind = text.rpartition("####")
+    return behind.strip().partition("\n")[0].strip() if mark else None
+
+
+def _behind_phrase(text: str, tag: str) -> str | None:
+    # Not one pattern over the whole text: this is twenty times as fast, and linear in its length.
+    places = {word: text.rfind(word) for word in ("nswer", "NSWER")}
+    while (place := max(places.values())) > 0:
+        if phrase := _PHRASE.match(text, place - 1):
+            statement = _STATEMENT.match(text, phrase.end())
+            assert statement is not None
+            return _STATEMENT_ENDS.split(statement[0], maxsplit=1)[0].strip()
+        word = max(places, key=places.__getitem__)
+        places[word] = text.rfind(word, 0, place)
+    return None
+
+
+def _last_number(text: str, tag: str) -> str | None:
+    number = last_number(text)
+    return None if number is None else str(number)
+
+
+_SOURCES: Mapping[str, Callable[[str, str], str | None]] = MappingProxyType(
+    {
+        "boxed": _boxed,
+        "tag": _tag_block,
+        "hash": _behind_hashes,
+        "phrase": _behind_phrase,
+        "last_number": _last_number,
+    }
+)
+BOX_ELSE_NUMBER = Extraction(("boxed", "last_number"))
 
 
 def last_number(text: str) -> Fraction | None:
@@ -93,10 +232,12 @@ def last_number(text: str) -> Fraction | None:
     - A number inside or directly before a power, root, fraction macro or π is part of a formula, and no number.
     """
     text = text.replace("{,}", ",").replace(",\\!", ",")
-    matches = list(_NUMBER_LIKE.finditer(text))
-    if not matches:
+    last_digit = max(map(text.rfind, "0123456789"))
+    if last_digit < 0:
         return None
-    match = matches[-1]
+    before = _BEFORE_NUMBER.match(text, 0, last_digit)
+    # Behind the last digit, a number-like text has nothing but the end of an exponent, commas and full stops.
+    *_, match = _NUMBER_LIKE.finditer(text, before.end() if before else 0, last_digit + 16)
     if _INSIDE_FORMULA.search(text[max(0, match.start() - 80) : match.start()]):
         return None
     body = match["body"].rstrip(".,")
@@ -105,14 +246,6 @@ def last_number(text: str) -> Fraction | None:
     value = _number(body)
     negative = any(sign and sign != "+" for sign in (match["sign"], match["second_sign"]))
     return -value if value is not None and negative else value
-
-
-def extract_answer(text: str) -> str | None:
-    """What a completion answers: the content of its last box if it has any box, else its last number, else None."""
-    if _BOX.search(text):
-        return extract_boxed(text)
-    number = last_number(text)
-    return None if number is None else str(number)
 
 
 def gold_number(gold: Any) -> Fraction | None:
@@ -149,3 +282,10 @@ def _number(body: str) -> Fraction | None:
     if _GROUPED.fullmatch(body):
         return Fraction(body.replace(",", ""))
     return Fraction(body) if _PLAIN.fullmatch(body) else None
+
+
+def shown_gold(gold: Any) -> str:
+    """A gold answer as messages quote it."""
+    if isinstance(gold, int) and gold.bit_length() > MAX_BITS:  # too long for Python to print
+        return "an integer of more than 1,000 digits"
+    return repr(gold)[:80]

@@ -125,6 +125,10 @@ class ExactNumber:
         size = Fraction(_perfect_root(abs(coefficient.numerator), index), _perfect_root(coefficient.denominator, index))
         return ExactNumber.from_terms({(1, power // index): size if coefficient > 0 else -size})
 
+    def __float__(self) -> float:
+        """The nearest float, about; `OverflowError` beyond the floats."""
+        return math.fsum(float(c) * math.sqrt(radicand) * math.pi**power for (radicand, power), c in self.terms)
+
     def __str__(self) -> str:
         parts = []
         for (radicand, power), coefficient in self.terms:
@@ -135,6 +139,13 @@ class ExactNumber:
 
 
 PI = ExactNumber.from_terms({(1, 1): Fraction(1)})
+
+
+def within(value: Fraction, gold: Fraction, tolerance: float) -> bool:
+    """|value - gold| <= tolerance · |gold|, and equality where both are whole numbers: a count is right or wrong."""
+    if not tolerance or (value.denominator == 1 and gold.denominator == 1):
+        return value == gold
+    return abs(value - gold) <= Fraction(str(tolerance)) * abs(gold)
 
 
 def _collect(terms: Iterable[tuple[tuple[int, int], Fraction]]) -> dict[tuple[int, int], Fraction]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from grupo.rewards.exact import PI, ExactNumber, NotExact
+from grupo.rewards.exact import PI, ExactNumber, NotExact, within
 
 MAX_LENGTH = 400
 """Longer texts are compared token by token only."""
@@ -78,13 +78,30 @@ def read_answer(text: str) -> Answer | None:
     return Answer(form, unit, name)
 
 
-def same_answer(answer: Answer, gold: Answer) -> bool:
-    """Whether two answers are the same: equal forms, and no conflict of units or names where both have one."""
+def same_answer(answer: Answer, gold: Answer, tolerance: float = 0.0) -> bool:
+    """Whether two answers are the same: equal forms, and no conflict of units or names where both have one.
+
+    With a tolerance, numbers that are not both whole may differ by that share of the gold number; numbers inside tuples
+    and sets may not.
+    """
     return (
-        answer.form == gold.form
+        (answer.form == gold.form or (tolerance > 0 and _close(answer.form, gold.form, tolerance)))
         and (answer.unit is None or gold.unit is None or answer.unit == gold.unit)
         and (answer.name is None or gold.name is None or answer.name == gold.name)
     )
+
+
+def _close(form: Form, gold: Form, tolerance: float) -> bool:
+    if not (isinstance(form, ExactNumber) and isinstance(gold, ExactNumber)):
+        return False
+    numbers = []
+    for number in (form, gold):
+        rational = number.rational
+        try:
+            numbers.append(Fraction(float(number)) if rational is None else rational)
+        except (OverflowError, ValueError):  # no float is close to it
+            return False
+    return within(*numbers, tolerance)
 
 
 def is_prose(text: str) -> bool:
@@ -101,6 +118,10 @@ _MACRO_NAME = re.compile(r"\\[A-Za-z]+")
 _PROSE = re.compile(r"(?<![A-Za-z])[A-Za-z]+\s+[A-Za-z]+")
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"[\x00-\x08\x0e-\x1f\u200b\ufeff]"), ""),
+    # Math delimiters around a part of it, as in `$5$ apples`, and bold markers; not a currency sign, not a power.
+    (re.compile(r"(?<!\\)(\$\$?)([^$]*)(?<!\\)\1"), r" \2 "),
+    (re.compile(r"\\\(((?:(?!\\[()]).)*)\\\)", re.DOTALL), r" \1 "),
+    (re.compile(r"(?<![\w)\]}])\*\*\*?(?=\S)|(?<=\S)\*\*\*?(?![\w(\[{\\])"), ""),
     (re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3}(?![0-9]))"), _GROUP_MARK),
     (re.compile(r"\\(?:[,;:!> ]|(?:q?quad|displaystyle)(?![A-Za-z]))|[~\u00a0\u2009\u202f]"), " "),
     (re.compile(r"\\(?:left|right)(?![A-Za-z])\s*"), ""),
@@ -112,6 +133,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"√"), r"\\sqrt "),
     (re.compile(r"π"), r"\\pi "),
     (re.compile(r"\s+"), " "),
+    (re.compile(r",? ?\\(?:text|textrm|mathrm|mbox) ?\{ ?(?:and|or) ?\} ?|(?<=[^ ,]),? (?:and|or) "), ", "),
 )
 
 

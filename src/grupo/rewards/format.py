@@ -9,6 +9,7 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.rewards.answers import completion_text
+from grupo.rewards.verifiers import with_range
 
 
 class TagFormat:
@@ -16,6 +17,7 @@ class TagFormat:
 
     def __init__(self, tags: Sequence[str], prompt_opens_first: bool | None, text_after: bool) -> None:
         self.__name__ = "tag_format"
+        self.value_range = (0.0, 1.0)
         self.tags = (tags,) if isinstance(tags, str) else tuple(tags)
         if not self.tags or len(set(self.tags)) < len(self.tags) or not all(tag.isidentifier() for tag in self.tags):
             raise ConfigError(
@@ -101,3 +103,21 @@ def tag_format(
         text_after: free text may follow the last block, as in `tags=("think",)` with the answer behind it.
     """
     return TagFormat(tags, prompt_opens_first, text_after)
+
+
+@with_range(0.0, 1.0)
+def think_format_reward(
+    completions: Sequence[Any], prompt_texts: Sequence[str] | None = None, **kwargs: Any
+) -> list[float]:
+    """1.0 where the completion starts with `<think>`, says it once, and closes it, as TRL's function of this name.
+
+    Where the caller hands over rendered prompts, a prompt that ends in `<think>` has opened the block already, and the
+    completion must not open it again (TRL issue 6966). `tag_format` is stricter, and takes other tags.
+    """
+    scores = []
+    for row, completion in enumerate(completions):
+        text = completion_text(completion) or ""
+        if prompt_texts is not None and prompt_texts[row].rstrip().endswith("<think>"):
+            text = "<think>" + text
+        scores.append(float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text))
+    return scores

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from grupo.rewards.answers import extract_boxed
+from grupo.rewards.answers import Extraction
+
+_AT_THE_END = Extraction(("boxed", "hash"), strict=False)
 
 
 def final_answer(gold: Any) -> Any:
-    r"""The answer at the end of a written solution: what follows its last `####`, or its last box; else `gold` itself.
+    r"""The answer at the end of a written solution: its last box, or what follows its last `####`; else `gold` itself.
 
     A box that is not closed is no answer: the text stays as it is, and the rewards say that they cannot read it.
     """
     if not isinstance(gold, str):
         return gold
-    tail = gold.rpartition("####")[2].strip()
-    boxed = extract_boxed(tail)
-    return tail if boxed is None else boxed.strip()
+    answer = _AT_THE_END.find(gold).answer
+    return gold if answer is None else answer.strip()

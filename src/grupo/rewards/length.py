@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.rewards.math import MathAccuracy, keyword_signature
+from grupo.rewards.math import MathVerifier
 
 TokenIds = Sequence[Sequence[int]]
 
@@ -22,6 +23,7 @@ class TokenLength:
                 "and scale, the reward lost for each token too many or too few, is above 0."
             )
         self.__name__ = "token_length"
+        self.value_range = (-math.inf, 0.0)
         self.target = target
         self.scale = scale
 
@@ -39,6 +41,7 @@ class SoftOverlongPunishment:
                 "the cache is the last part of the maximum, so 0 <= soft_punish_cache <= max_completion_len."
             )
         self.__name__ = "soft_overlong_punishment_reward"
+        self.value_range = (-1.0, 0.0)
         self.max_completion_len = max_completion_len
         self.soft_punish_cache = soft_punish_cache
 
@@ -71,13 +74,23 @@ class CosineScaled:
         # (at length 0, at max_len): short is best when right, and worst when wrong.
         self.right = (max_value_correct, min_value_correct)
         self.wrong = (min_value_wrong, max_value_wrong)
-        self.accuracy = MathAccuracy(self.__name__, gold_column, require_box=False)
-        self.__signature__ = keyword_signature("completions", "completion_ids", gold_column)
+        self.value_range = (float(min(self.right + self.wrong)), float(max(self.right + self.wrong)))
+        self.verifier = MathVerifier(gold_column, name=self.__name__)
+        names = ("completions", gold_column, "completion_ids")
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        self.__signature__ = inspect.Signature(
+            [*parameters, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+        )
 
-    def __call__(self, completions: Sequence[Any], completion_ids: TokenIds, **columns: Any) -> list[float | None]:
+    def __call__(self, *arguments: Any, **columns: Any) -> list[float | None]:
+        """Takes completions, gold answers and token ids by keyword, or in this order."""
+        given = self.__signature__.bind(*arguments, **columns).arguments
+        gold_column = self.verifier.gold_column
+        verdicts = self.verifier(given["completions"], **{gold_column: given[gold_column]})
         scores: list[float | None] = []
-        for correct, ids in zip(self.accuracy(completions, **columns), completion_ids, strict=True):
-            scores.append(None if correct is None else self.scaled(bool(correct), len(ids)))
+        for verdict, ids in zip(verdicts, given["completion_ids"], strict=True):
+            undecided = verdict.decision == "undecided"
+            scores.append(None if undecided else self.scaled(verdict.decision == "right", len(ids)))
         return scores
 
     def scaled(self, is_correct: bool, length: int) -> float:
@@ -96,6 +109,7 @@ class RepetitionPenalty:
                 "and max_penalty is 0 or below."
             )
         self.__name__ = "repetition_penalty_reward"
+        self.value_range = (float(max_penalty), 0.0)
         self.ngram_size = ngram_size
         self.max_penalty = max_penalty
 

@@ -1,164 +1,241 @@
-r"""Rewards that compare the answer of a completion with a gold answer from the dataset, exactly.
+r"""Verifiers and rewards that compare the answer of a completion with a gold answer from the dataset, exactly.
 
-What is read from a completion: the content of its last `\boxed{...}` or `\fbox{...}`, else the last number of its text
-(`answers.py`). What counts as the same (`expressions.py`): numbers by exact value (fractions, decimals, roots, powers,
-π), parenthesised tuples in order, sets and bare lists in any order, anything else by its LaTeX tokens. A unit counts
-only where both sides have one: `58 cm` is 58, and is not `58 m`; `50\%` is 50.
+What is read from a completion is up to an `Extraction` (`answers.py`); by default it is the content of the last
+`\boxed{...}` or `\fbox{...}`, else the last number of the text. What counts as the same (`expressions.py`): numbers by
+exact value (fractions, decimals, roots, powers, π), parenthesised tuples in order, sets and bare lists in any order,
+anything else by its LaTeX tokens. A unit counts only where both sides have one: `58 cm` is 58, and is not `58 m`;
+`50\%` is 50.
 
-A gold answer that cannot be read gives no reward at all: the function abstains (None), counts it and warns once.
+A gold answer that cannot be read gives no reward at all: the verdict is undecided, it is counted, and warned of once.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from fractions import Fraction
 from numbers import Real
 from typing import Any
 
-from grupo.errors import RewardError
-from grupo.rewards.answers import completion_text, extract_answer, extract_boxed, gold_number, last_number
-from grupo.rewards.exact import MAX_BITS, ExactNumber, NotExact
+from grupo.errors import ConfigError
+from grupo.rewards.answers import (
+    BOX_ELSE_NUMBER,
+    Extraction,
+    Found,
+    completion_text,
+    gold_number,
+    last_number,
+    shown_gold,
+)
+from grupo.rewards.exact import ExactNumber, NotExact, within
 from grupo.rewards.expressions import Answer, is_prose, read_answer, same_answer
+from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward, with_range
+
+Extracted = Extraction | Mapping[str, Any] | None
+"""An extraction, its fields (as recipes give them), or None for the default."""
+
+_IN_GOLD = Extraction(("boxed", "hash", "phrase"))
 
 
-class GoldReward(ABC):
-    """A reward function that judges each completion by the gold answer in one dataset column.
-
-    The signature names that column, so a missing one is reported before training. Instances can be pickled.
-    """
-
-    def __init__(self, name: str, gold_column: str) -> None:
-        self.__name__ = name
-        self.gold_column = gold_column
-        self.unusable_golds = 0
-        """How many completions had a gold answer that could not be read."""
-        self.__signature__ = keyword_signature("completions", gold_column)
-
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """1.0 or 0.0 for each completion (a string, a list of messages, or None), None where its gold is unusable."""
-        golds = columns[self.gold_column]
-        if len(golds) != len(completions):
-            raise RewardError(
-                f"{self.__name__} got {len(golds)} gold answers in '{self.gold_column}' for {len(completions)} "
-                "completions; it needs one for each."
-            )
-        texts = [completion_text(completion) or "" for completion in completions]
-        scores = [self.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
-        unusable = [gold for gold, score in zip(golds, scores, strict=True) if score is None]
-        if unusable and not self.unusable_golds:
-            warnings.warn(
-                f"{self.__name__} cannot read {len(unusable)} of {len(golds)} gold answers in '{self.gold_column}', "
-                f"the first is {shown_gold(unusable[0])}. It abstains on these completions, here and in later batches. "
-                f"{self.needs}",
-                stacklevel=2,
-            )
-        self.unusable_golds += len(unusable)
-        return scores
-
-    needs: str
-    """One sentence: what a gold answer must be."""
-
-    @abstractmethod
-    def can_read(self, gold: Any) -> bool:
-        """Whether completions can be judged by this gold answer."""
-
-    @abstractmethod
-    def judge(self, text: str, gold: Any) -> float | None:
-        """The score of one completion text; None where the gold answer cannot be read."""
-
-
-def keyword_signature(*names: str) -> inspect.Signature:
-    """The signature of a function that requires these keywords and takes any others."""
-    required = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    return inspect.Signature([*required, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
-
-
-class NumberMatch(GoldReward):
-    """See `number_match`."""
+class NumberVerifier(GoldVerifier):
+    """Right where the number that the completion answers is the gold number; see `number_match`."""
 
     needs = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
+
+    def __init__(
+        self,
+        gold_column: str = "answer",
+        extraction: Extracted = None,
+        tolerance: float = 0.0,
+        *,
+        name: str = "number_verifier",
+    ) -> None:
+        super().__init__(name, gold_column)
+        self.extraction = Extraction.of(extraction, default=Extraction(("last_number",)))
+        self.tolerance = checked_tolerance(tolerance)
 
     def can_read(self, gold: Any) -> bool:
         return gold_number(gold) is not None
 
-    def judge(self, text: str, gold: Any) -> float | None:
+    def judge(self, text: str, gold: Any) -> Verdict:
         expected = gold_number(gold)
-        return None if expected is None else float(last_number(text) == expected)
+        if expected is None:
+            return unreadable(gold)
+        found = self.extraction.find(text)
+        number = self.number(found)
+        if number is None:
+            return without_answer(found)
+        return compared(number == expected or within(number, expected, self.tolerance), _shown(number), gold)
+
+    def number(self, found: Found) -> Fraction | None:
+        """The number that was found; of a text of its own, such as a box, only where the whole of it is one number."""
+        if found.answer is None:
+            return None
+        number = last_number(found.answer)
+        if number is None or found.source == "last_number" or not self.extraction.strict:
+            return number
+        answer = read_answer(found.answer)
+        whole = answer.form.rational if answer is not None and isinstance(answer.form, ExactNumber) else None
+        return number if number == whole else None
 
 
-class MathAccuracy(GoldReward):
-    """See `math_accuracy`."""
+class MathVerifier(GoldVerifier):
+    """Right where the answer of the completion is the gold answer; see `math_accuracy`."""
 
     needs = (
         "A gold answer is a number, a text with a number or formula and no sentence around it, or a solution that ends "
         "in \\boxed{...} or in '#### answer'."
     )
 
-    def __init__(self, name: str, gold_column: str, require_box: bool) -> None:
+    def __init__(
+        self,
+        gold_column: str = "answer",
+        extraction: Extracted = None,
+        tolerance: float = 0.0,
+        *,
+        name: str = "math_verifier",
+    ) -> None:
         super().__init__(name, gold_column)
-        self.require_box = require_box
+        self.extraction = Extraction.of(extraction, default=BOX_ELSE_NUMBER)
+        self.tolerance = checked_tolerance(tolerance)
 
     def can_read(self, gold: Any) -> bool:
         return read_gold(gold) is not None
 
-    def judge(self, text: str, gold: Any) -> float | None:
+    def judge(self, text: str, gold: Any) -> Verdict:
         expected = read_gold(gold)
         if expected is None:
-            return None
-        answer = self.read(text)
-        return float(answer is not None and same_answer(answer, expected))
+            return unreadable(gold)
+        found = self.extraction.find(text)
+        answer = None if found.answer is None else read_answer(found.answer)
+        if answer is None:
+            return without_answer(found)
+        return compared(same_answer(answer, expected, self.tolerance), str(answer), gold)
 
     def read(self, text: str) -> Answer | None:
-        written = extract_boxed(text) if self.require_box else extract_answer(text)
+        """What a completion answers, in normal form."""
+        written = self.extraction.find(text).answer
         return None if written is None else read_answer(written)
 
 
-def number_match(gold_column: str = "answer") -> NumberMatch:
+class GoldReward(VerifierReward):
+    """1.0 where a verifier says right, 0.0 where it says wrong; it abstains where the gold answer is unusable."""
+
+    verifier: GoldVerifier
+
+    def __init__(self, verifier: GoldVerifier) -> None:
+        super().__init__(verifier, right=1.0, wrong=0.0, undecided=None)
+
+    @property
+    def gold_column(self) -> str:
+        return self.verifier.gold_column
+
+    @property
+    def unusable_golds(self) -> int:
+        """How many completions had a gold answer that could not be read."""
+        return self.verifier.unusable_golds
+
+
+class NumberMatch(GoldReward):
+    """See `number_match`."""
+
+
+class MathAccuracy(GoldReward):
+    """See `math_accuracy`."""
+
+
+def number_match(gold_column: str = "answer", extraction: Extracted = None, tolerance: float = 0.0) -> NumberMatch:
     """1.0 where the last number of the completion equals the gold number exactly (72.0 is 72), else 0.0.
 
     See `answers.last_number` for what a number is.
+
+    Args:
+        gold_column: dataset column with numbers.
+        extraction: where the number stands; by default anywhere in the text.
+        tolerance: how far it may be off, relative to the gold number; two whole numbers are always compared exactly.
     """
-    return NumberMatch("number_match", gold_column)
+    return NumberMatch(NumberVerifier(gold_column, extraction, tolerance, name="number_match"))
 
 
-def math_accuracy(gold_column: str = "answer", require_box: bool = False) -> MathAccuracy:
+def math_accuracy(
+    gold_column: str = "answer",
+    require_box: bool = False,
+    extraction: Extracted = None,
+    tolerance: float = 0.0,
+) -> MathAccuracy:
     r"""1.0 where the answer of the completion is the gold answer (see the head of this module), else 0.0.
 
     Args:
         gold_column: dataset column with numbers, formulas, or solutions that end in `\boxed{...}` or `#### answer`.
         require_box: only a box counts as the answer; otherwise, without any box, the last number of the text does.
+        extraction: where the answer stands, in place of `require_box`.
+        tolerance: how far a number may be off, relative to the gold number; two whole numbers are always compared
+            exactly.
     """
-    return MathAccuracy("math_accuracy", gold_column, require_box)
+    if require_box and extraction is not None:
+        raise ConfigError(
+            "require_box=True and extraction both say where the answer stands; give one of them. "
+            "extraction={'sources': ['boxed']} is require_box=True."
+        )
+    where = Extraction(("boxed",)) if require_box else extraction
+    return MathAccuracy(MathVerifier(gold_column, where, tolerance, name="math_accuracy"))
 
 
+LogExtra = Callable[[str, list[Any]], None]
+
+
+@with_range(0.0, 1.0)
 def accuracy_reward(
-    completions: Sequence[Any],
-    solution: Sequence[Any],
-    log_extra: Callable[[str, list[Any]], None] | None = None,
-    **columns: Any,
+    completions: Sequence[Any], solution: Sequence[Any], log_extra: LogExtra | None = None, **kwargs: Any
 ) -> list[float | None]:
     """`math_accuracy` with the signature and the logged columns of TRL's function of this name."""
-    judge = MathAccuracy("accuracy_reward", "solution", require_box=False)
+    return _like_trl(
+        "accuracy_reward", [completion_text(completion) for completion in completions], solution, log_extra
+    )
+
+
+@with_range(0.0, 1.0)
+def reasoning_accuracy_reward(
+    completions: Sequence[Any],
+    solution: Sequence[Any],
+    reasoning_delimiters: Sequence[str] | None = None,
+    log_extra: LogExtra | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """`accuracy_reward` of what stands behind the reasoning, as TRL's function of this name; 0.0 where it has no end.
+
+    Args:
+        reasoning_delimiters: ends of the reasoning, by default `</think>`; the answer stands behind the last of any.
+    """
+    delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+    texts = [_behind_last(delimiters, completion_text(completion) or "") for completion in completions]
+    scores = _like_trl("reasoning_accuracy_reward", texts, solution, log_extra, "[incomplete reasoning]")
+    return [0.0 if text is None else score for text, score in zip(texts, scores, strict=True)]
+
+
+def _like_trl(
+    name: str, texts: Sequence[str | None], solution: Sequence[Any], log_extra: LogExtra | None, absent: str = "[none]"
+) -> list[float | None]:
+    """Scores with TRL's logged columns; `absent` is logged as the answer of a text that is None."""
+    verifier = MathVerifier("solution", name=name)
     if log_extra is not None:
-        answers = [judge.read(completion_text(completion) or "") for completion in completions]
+        answers = [absent if text is None else str(verifier.read(text) or "[none]") for text in texts]
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [str(read_gold(gold) or "[unreadable]") for gold in solution])
-        log_extra("answer_parsed", [str(answer or "[none]") for answer in answers])
-    return judge(completions, solution=solution)
+        log_extra("answer_parsed", answers)
+    return MathAccuracy(verifier)([text or "" for text in texts], solution=solution)
 
 
-def shown_gold(gold: Any) -> str:
-    """A gold answer as messages quote it."""
-    if isinstance(gold, int) and gold.bit_length() > MAX_BITS:  # too long for Python to print
-        return "an integer of more than 1,000 digits"
-    return repr(gold)[:80]
+def _behind_last(delimiters: Sequence[str], text: str) -> str | None:
+    ends = [text.rfind(delimiter) + len(delimiter) for delimiter in delimiters if delimiter in text]
+    return text[max(ends) :] if ends else None
 
 
 def read_gold(gold: Any) -> Answer | None:
-    """A gold answer in normal form; None where it is empty, a sentence, or no text and no number."""
+    """A gold answer in normal form; None where it is empty, a sentence, or no text and no number.
+
+    Of a solution, its last box counts, else what follows its last `####`, else its last "answer is".
+    """
     if isinstance(gold, (Real, Decimal)) and not isinstance(gold, bool):
         number = gold_number(gold)
         try:
@@ -167,9 +244,42 @@ def read_gold(gold: Any) -> Answer | None:
             return None
     if not isinstance(gold, str):
         return None
-    written = extract_boxed(gold) if "\\boxed" in gold or "\\fbox" in gold else gold.rpartition("####")[2]
+    found = _IN_GOLD.find(gold)
+    written = gold if found.source is None else found.answer
     answer = None if written is None else read_answer(written)
     if written is None or answer is None:
         return None
     # A number with a unit of several words (`5 square miles`) is no sentence.
     return None if is_prose(written) and answer.unit is None else answer
+
+
+# Verdicts ------------------------------------------------------------------------------------------------------------
+
+
+def unreadable(gold: Any) -> Verdict:
+    return Verdict("undecided", f"the gold answer {shown_gold(gold)} cannot be read")
+
+
+def without_answer(found: Found) -> Verdict:
+    if found.source is None:
+        return Verdict("wrong", "it has no answer")
+    return Verdict("wrong", f"what it answers ({found.source}) cannot be read")
+
+
+def compared(same: bool, answer: str, gold: Any) -> Verdict:
+    if same:
+        return Verdict("right", f"{answer:.80} is the gold answer")
+    return Verdict("wrong", f"{answer:.80} is not the gold answer {shown_gold(gold)}")
+
+
+def checked_tolerance(tolerance: float) -> float:
+    if not 0 <= tolerance < 1:
+        raise ConfigError(
+            f"tolerance={tolerance} compares nothing: it is the share of the gold number that an answer may be off by, "
+            "from 0 (exact) to below 1."
+        )
+    return tolerance
+
+
+def _shown(number: Fraction) -> str:
+    return str(number) if number.denominator.bit_length() + number.numerator.bit_length() < 4096 else "a long number"

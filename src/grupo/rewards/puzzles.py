@@ -1,6 +1,5 @@
-"""Rewards of the built-in puzzles: an expression that reaches a target, a list of numbers, tasks of reasoning-gym.
-
-Each check is a function of its own that says right or wrong, and why; no text is evaluated by Python.
+"""Verifiers and rewards of the built-in puzzles: an expression that reaches a target, a list of numbers; and the reward
+of reasoning-gym's tasks. Of the verifiers, none evaluates text as Python.
 """
 
 from __future__ import annotations
@@ -16,35 +15,31 @@ from fractions import Fraction
 from typing import Any
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import completion_text, extract_boxed, gold_number
-from grupo.rewards.math import GoldReward, keyword_signature
+from grupo.rewards.answers import Extraction, completion_text, gold_number
+from grupo.rewards.math import GoldReward, compared, unreadable
+from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward, keyword_signature, reward_from
 
 MAX_EXPRESSION = 300
 """Characters; six numbers with their operators and parentheses take fewer than 60."""
 MAX_DEPTH = 32
 MAX_LISTED = 1000
 
-_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_LABEL = re.compile(
-    r"(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?(?:answer|expression)(?:\s+is)?(?::\s*|\s+)(?=\S)",
-    re.IGNORECASE,
-)
+_MARKED = Extraction(("tag", "boxed"))
+_IN_LINE = Extraction(("phrase",), strict=False)
 
 
 def written_answer(text: str) -> str:
     """What a completion gives as its answer: the last `<answer>` block, else the last box, else the last line.
 
-    A label such as `Answer:`, math delimiters, bold and code marks, and one full stop are taken off.
+    Of a line such as `Answer: 3 * 8`, what stands behind `answer`. Math delimiters, bold and code marks, and one full
+    stop are taken off.
     """
-    if "<answer>" in text and (blocks := _BLOCK.findall(text)):
-        answer = blocks[-1]
-    else:
-        boxed = extract_boxed(text)
-        answer = text.strip().rpartition("\n")[2] if boxed is None else boxed
-    answer = answer.strip().strip("*`$ ")
-    if label := _LABEL.match(answer):
-        answer = answer[label.end() :]
-    return answer.removesuffix(".").strip("*`$ ")
+    found = _MARKED.find(text)
+    answer = found.answer or ""
+    if found.source is None:
+        line = text.strip().rpartition("\n")[2]
+        answer = _IN_LINE.find(line).answer or line
+    return answer.strip().strip("*`$ ").removesuffix(".").strip("*`$ ")
 
 
 # Countdown -----------------------------------------------------------------------------------------------------------
@@ -143,51 +138,49 @@ def countdown_fault(answer: str, numbers: Sequence[int], target: Fraction | int)
     return None if expression.value == target else f"its value is {expression.value}, not {target}"
 
 
-class Countdown:
-    """See `countdown`."""
+class CountdownVerifier:
+    """Right where the answer is an expression with the value of the target; see `countdown`."""
 
-    value_range = (0.0, 1.0)
-
-    def __init__(self, numbers_column: str, target_column: str) -> None:
+    def __init__(self, numbers_column: str = "numbers", target_column: str = "target") -> None:
         self.__name__ = "countdown"
+        self.__signature__ = keyword_signature("completions", numbers_column, target_column)
         self.numbers_column = numbers_column
         self.target_column = target_column
-        self.__signature__ = keyword_signature("completions", numbers_column, target_column)
         self._warned = False
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
         puzzles = zip(columns[self.numbers_column], columns[self.target_column], strict=True)
         return [
             self.judge(completion_text(completion) or "", numbers, target)
             for completion, (numbers, target) in zip(completions, puzzles, strict=True)
         ]
 
-    def judge(self, text: str, numbers: Any, target: Any) -> float | None:
-        """1.0 or 0.0; None where the puzzle itself cannot be read."""
+    def judge(self, text: str, numbers: Any, target: Any) -> Verdict:
+        """Undecided where the puzzle itself cannot be read."""
         goal = gold_number(target)
         given = [gold_number(number) for number in numbers] if isinstance(numbers, (list, tuple)) else []
-        if goal is None or not given or any(number is None or number.denominator > 1 for number in given):
+        whole = [int(number) for number in given if number is not None and number.denominator == 1]
+        if goal is None or not given or len(whole) < len(given):
             if not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"countdown cannot read a puzzle with {self.numbers_column}={numbers!r:.60} and "
                     f"{self.target_column}={target!r:.30}: it takes a list of whole numbers and a number. It abstains "
                     "on such rows.",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
-            return None
-        return float(
-            countdown_fault(written_answer(text), [int(number) for number in given if number is not None], goal) is None
-        )
+            return Verdict("undecided", "the puzzle cannot be read")
+        fault = countdown_fault(written_answer(text), whole, goal)
+        return Verdict("right", f"it reaches {goal}") if fault is None else Verdict("wrong", fault)
 
 
-def countdown(numbers_column: str = "numbers", target_column: str = "target") -> Countdown:
+def countdown(numbers_column: str = "numbers", target_column: str = "target") -> VerifierReward:
     """1.0 where the answer is an expression with the value `target` that uses each given number at most once, else 0.0.
 
     The answer is the last `<answer>` block, else the last box, else the last line; see `puzzles.countdown_fault` for
     what counts. With other names of the columns it suits public countdown datasets, such as `nums` and `target`.
     """
-    return Countdown(numbers_column, target_column)
+    return reward_from(CountdownVerifier(numbers_column, target_column), right=1.0, wrong=0.0)
 
 
 # Lists of numbers ----------------------------------------------------------------------------------------------------
@@ -208,18 +201,20 @@ def listed_numbers(answer: str) -> list[Fraction]:
     return numbers[::-1]
 
 
-class NumberList(GoldReward):
-    """See `number_list`."""
+class NumberListVerifier(GoldVerifier):
+    """Right where the answer is the list of gold numbers; see `number_list`."""
 
-    value_range = (0.0, 1.0)
     needs = "A gold answer is a list of numbers, or a text with numbers and nothing else, as in '1, 2, 3'."
 
     def can_read(self, gold: Any) -> bool:
         return _gold_list(gold) is not None
 
-    def judge(self, text: str, gold: Any) -> float | None:
+    def judge(self, text: str, gold: Any) -> Verdict:
         expected = _gold_list(gold)
-        return None if expected is None else float(listed_numbers(written_answer(text)) == expected)
+        if expected is None:
+            return unreadable(gold)
+        numbers = listed_numbers(written_answer(text))
+        return compared(numbers == expected, ", ".join(map(str, numbers)) or "a text without numbers", gold)
 
 
 def _gold_list(gold: Any) -> list[Fraction] | None:
@@ -230,13 +225,13 @@ def _gold_list(gold: Any) -> list[Fraction] | None:
     return None if None in numbers else [number for number in numbers if number is not None]
 
 
-def number_list(gold_column: str = "answer") -> NumberList:
+def number_list(gold_column: str = "answer") -> GoldReward:
     """1.0 where the answer is the list of gold numbers, in their order, else 0.0.
 
     The answer is the last `<answer>` block, else the last box, else the last line; what counts of it are the numbers at
     its end, so `Sorted: 1, 2, 3` is 1, 2, 3.
     """
-    return NumberList("number_list", gold_column)
+    return GoldReward(NumberListVerifier("number_list", gold_column))
 
 
 # reasoning-gym -------------------------------------------------------------------------------------------------------

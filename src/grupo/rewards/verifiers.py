@@ -1,0 +1,170 @@
+"""Verifiers say whether a completion is right, and why; a reward turns that into a number. They are two things.
+
+n = completions of the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar, get_args
+
+from grupo.errors import ConfigError, RewardError
+from grupo.rewards.answers import completion_text, shown_gold
+
+Decision = Literal["right", "wrong", "undecided"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier says about one completion: a decision, and never a score."""
+
+    decision: Decision
+    reason: str
+    """For people: it is logged beside the completion, and decides nothing."""
+
+
+class Verifier(Protocol):
+    """A callable `(completions, **columns)` that returns one `Verdict` for each of n completions.
+
+    `completions` are texts, whatever the shape of the conversation was. Dataset columns and `prompts` come by keyword,
+    as to a reward function. A verifier that cannot tell says undecided; it never guesses.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[Verdict]: ...
+
+
+class VerifierReward:
+    """See `reward_from`."""
+
+    def __init__(self, verifier: Verifier, right: float, wrong: float, undecided: float | None) -> None:
+        scores = [right, wrong, *([] if undecided is None else [undecided])]
+        if not all(math.isfinite(score) for score in scores) or right <= wrong:
+            raise ConfigError(
+                f"right={right}, wrong={wrong}, undecided={undecided} reward no right answer: all are finite numbers, "
+                "right is above wrong, and undecided may be None, which abstains."
+            )
+        self.__name__ = getattr(verifier, "__name__", type(verifier).__name__)
+        self.__signature__ = _with_log_extra(inspect.signature(verifier))
+        self.verifier = verifier
+        self.value_range = (float(min(scores)), float(max(scores)))
+        """Lowest and highest value."""
+        self._scores: dict[Decision, float | None] = {"right": right, "wrong": wrong, "undecided": undecided}
+
+    def __call__(
+        self, completions: Sequence[Any], log_extra: Callable[[str, list[Any]], None] | None = None, **columns: Any
+    ) -> list[float | None]:
+        """A number for each completion (a string, a list of messages, or None); None where it is undecided so."""
+        texts = [completion_text(completion) or "" for completion in completions]
+        verdicts = self.verifier(completions=texts, **columns)
+        if not isinstance(verdicts, Sequence) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
+            raise RewardError(
+                f"The verifier {self.__name__} returned {verdicts!r:.80}; it must return a list of Verdict."
+            )
+        if len(verdicts) != len(texts):
+            raise RewardError(
+                f"The verifier {self.__name__} returned {len(verdicts)} verdicts for {len(texts)} completions; it must "
+                "return one for each."
+            )
+        for verdict in verdicts:
+            if verdict.decision not in self._scores:
+                raise RewardError(
+                    f"The verifier {self.__name__} decided {verdict.decision!r}; a decision is one of "
+                    f"{', '.join(map(repr, get_args(Decision)))}."
+                )
+        if log_extra is not None:
+            log_extra(f"{self.__name__}/reason", [verdict.reason for verdict in verdicts])
+        return [self._scores[verdict.decision] for verdict in verdicts]
+
+
+def reward_from(
+    verifier: Verifier, right: float = 2.0, wrong: float = 0.0, undecided: float | None = None
+) -> VerifierReward:
+    """The reward function that pays `right`, `wrong` or `undecided` for what the verifier decides; None abstains.
+
+    It takes plain and conversational completions, carries the verifier's name, requires the columns that the verifier
+    requires, says its range as `value_range`, and logs the reasons as a column of the completions.
+
+    Raises:
+        ConfigError: a score is not finite, or wrong answers would not be paid less than right ones.
+    """
+    return VerifierReward(verifier, right, wrong, undecided)
+
+
+class GoldVerifier(ABC):
+    """A verifier that compares with the gold answer in one dataset column.
+
+    The signature names that column, so a missing one is reported before training. Instances can be pickled.
+    """
+
+    needs: str
+    """One sentence: what a gold answer must be."""
+
+    def __init__(self, name: str, gold_column: str) -> None:
+        self.__name__ = name
+        self.__signature__ = keyword_signature("completions", gold_column)
+        self.gold_column = gold_column
+        self.unusable_golds = 0
+        """How many completions had a gold answer that could not be read."""
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
+        golds = columns[self.gold_column]
+        if len(golds) != len(completions):
+            raise RewardError(
+                f"{self.__name__} got {len(golds)} gold answers in '{self.gold_column}' for {len(completions)} "
+                "completions; it needs one for each."
+            )
+        texts = [completion_text(completion) or "" for completion in completions]
+        verdicts = self.judge_all(texts, golds)
+        unusable = [gold for gold, verdict in zip(golds, verdicts, strict=True) if verdict.decision == "undecided"]
+        if unusable and not self.unusable_golds:
+            warnings.warn(
+                f"{self.__name__} cannot read {len(unusable)} of {len(golds)} gold answers in '{self.gold_column}', "
+                f"the first is {shown_gold(unusable[0])}. It abstains on these completions, here and in later batches. "
+                f"{self.needs}",
+                stacklevel=3,
+            )
+        self.unusable_golds += len(unusable)
+        return verdicts
+
+    @abstractmethod
+    def can_read(self, gold: Any) -> bool:
+        """Whether completions can be judged by this gold answer."""
+
+    @abstractmethod
+    def judge(self, text: str, gold: Any) -> Verdict:
+        """The verdict on one completion text; undecided exactly where the gold answer cannot be read."""
+
+    def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[Verdict]:
+        return [self.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
+
+
+def keyword_signature(*names: str) -> inspect.Signature:
+    """The signature of a function that requires these keywords and takes any others."""
+    required = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    return inspect.Signature([*required, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
+
+
+def with_range(lowest: float, highest: float) -> Callable[[_Function], _Function]:
+    """A decorator that says the range of a reward function as its `value_range`."""
+
+    def say(function: _Function) -> _Function:
+        vars(function)["value_range"] = (lowest, highest)
+        return function
+
+    return say
+
+
+def _with_log_extra(signature: inspect.Signature) -> inspect.Signature:
+    parameters = list(signature.parameters.values())
+    takes_any = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    if takes_any or "log_extra" in signature.parameters:
+        return signature
+    return signature.replace(
+        parameters=[*parameters, inspect.Parameter("log_extra", inspect.Parameter.KEYWORD_ONLY, default=None)]
+    )
