@@ -112,7 +112,8 @@ def test_the_natural_reward_pays_gold_and_nothing_else(name: str, level: int) ->
     for wrong in ("", "no idea", "-123456"):
         assert scores(task, task.train, [wrong] * 20) == [0.0] * 20
     shifted = [golds[(place + 1) % 20] for place in range(20)]
-    assert sum(score or 0 for score in scores(task, task.train, shifted)) <= 5, "equal answers only"
+    pairs = zip(golds, shifted, strict=True)
+    assert scores(task, task.train, shifted) == [float(gold == other) for gold, other in pairs]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -127,7 +128,14 @@ def test_the_items_of_a_seed_never_change() -> None:
     assert first == FIRST_OF_SEED_0
 
 
-FIRST_OF_SEED_0: dict[str, str] = {}
+FIRST_OF_SEED_0 = {
+    "arithmetic": "What is 35 - 24?",
+    "countdown": "Combine the numbers 18, 18, 12 with + - * / and parentheses so that the result is 48. Use each number at "
+    "most once. Write the expression, and nothing else, in the last line.",
+    "sorting": "Sort these numbers in ascending order: 7, 11, 20, 16. Write them in the last line, separated by commas.",
+    "letter-counting": 'How many times does the letter "s" occur in "sugar"?',
+    "word-problems": "Rosa has 15 oranges. Kavya gives Rosa 4 more. How many oranges does Rosa have now?",
+}
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -362,6 +370,7 @@ def test_gold_columns_that_do_not_fit_are_named(tmp_path: Path) -> None:
         (r"\boxed{1} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"#### \boxed{7}", "7"),
         (r"\boxed{7", r"\boxed{7"),
+        (r"\boxed{8} and behind it", "8"),
         ("72", "72"),
         (72, 72),
         (None, None),
@@ -400,7 +409,7 @@ EXPRESSIONS = [
     ("3 8", "no operator"),
     ("38 - 14", "more often"),
     ("-3 + 8", "expected"),
-    ("3 * 8 / 0", "0"),
+    ("3 * 8 / 0", "divides by zero"),
     ("3 ** 8", "expected"),
     ("__import__('os')", "is no number"),
     ("3 * (8", "not closed"),
@@ -437,8 +446,9 @@ def test_countdown_values_are_exact() -> None:
         ("<answer>3 * 8</answer>", "3 * 8"),
         ("<answer>1</answer> no <answer>\n2\n</answer> done", "2"),
         ("<answer>1 <answer>2</answer>", "2"),
-        ("<answer>never closed", "<answer>never closed"),
+        ("<answer>never closed", ""),
         (r"so \boxed{3 * 8}", "3 * 8"),
+        ("The answer is simple.\n3 * 8", "3 * 8"),
         ("First 5.\nAnswer: 3 * 8.", "3 * 8"),
         ("**The final answer is 3 * 8**", "3 * 8"),
         ("Thus, the answer is: `3 * 8`", "3 * 8"),

@@ -17,6 +17,7 @@ from grupo.data.tasks import make_task
 from grupo.errors import ConfigError, DataError
 from grupo.rewards import (
     FAULTS,
+    MathVerifier,
     RewardReport,
     check_rewards,
     completion_text,
@@ -324,7 +325,7 @@ def test_a_second_opinion_is_compared_and_not_summed() -> None:
     report = checked([number_match()], verifiers=[string_equality])
     assert report.names == ["verifiers-disagree"]
     assert "number_match" in report.faults[0].seen and report.measures["string_equality"].share_of_spread == 0.0
-    assert checked([number_match()], verifiers=[math_accuracy()]).names == []
+    assert checked([number_match()], verifiers=[math_accuracy(), MathVerifier()]).names == []
 
 
 def test_the_form_is_the_one_that_rewards_want_or_the_given_one() -> None:

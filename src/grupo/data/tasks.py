@@ -170,8 +170,8 @@ def drawn_task(
     )
 
 
-DRAWS_PER_ITEM = 200
-"""After so many draws for each item that is wanted, a level is taken to have no more different ones."""
+MISSES = 1000
+"""After so many draws in a row without a new item, a level is taken to have no more of them."""
 
 
 def _different(
@@ -179,14 +179,16 @@ def _different(
 ) -> list[Item]:
     """`count` items with keys and questions that are not `taken`, which takes up theirs."""
     items: list[Item] = []
-    for _ in range(DRAWS_PER_ITEM * count):
-        if len(items) == count:
-            break
+    misses = 0
+    while len(items) < count and misses < MISSES:
         item = generator.draw(draws, level)
         marks = set() if item is None else {item.key, normalised(item.question)}
-        if item is not None and not marks & taken:
-            taken |= marks
-            items.append(item)
+        if item is None or marks & taken:
+            misses += 1
+            continue
+        taken |= marks
+        items.append(item)
+        misses = 0
     if len(items) < count:
         raise ConfigError(
             f"Task {name!r} has too few different items at level {level}: {len(items)} more were found where {count} "

@@ -37,6 +37,7 @@ from grupo.rewards.probes import (
     variants,
 )
 from grupo.rewards.runner import RewardRunner
+from grupo.rewards.verifiers import GoldVerifier, reward_from
 
 ROWS = 12
 """So many rows are probed."""
@@ -277,8 +278,8 @@ def check_rewards(
             `solution`.
         gold_form: how a right completion is written, with `{answer}` and perhaps `{reasoning}` in it. By default the
             form, of some 40, that the rewards pay most for.
-        verifiers: more functions of the same kind that are not part of the sum; those that tell right from wrong are
-            compared with each other and with the rewards that do.
+        verifiers: verifiers, or more functions of the same kind, that are not part of the sum; those that tell right
+            from wrong are compared with each other and with the rewards that do.
         timeout: seconds that one call may take.
         seconds_per_completion: more than this is reported as slow.
 
@@ -296,11 +297,13 @@ def check_rewards(
             raise DataError(f"Sample {place} has no 'prompt'; it has {', '.join(map(str, row)) or 'nothing'}.")
     vocabulary: dict[str, int] = {}
     given = [float(weight) for weight in weights or [1.0] * len(functions)]
-    everyone = [*functions, *verifiers]
+    # What gives verdicts is made to give numbers.
+    opinions = [reward_from(one, right=1.0, wrong=0.0) if isinstance(one, GoldVerifier) else one for one in verifiers]
+    everyone = [*functions, *opinions]
     names = RewardRunner(everyone).names
     subjects = [
         _subject(function, name, weight, timeout, vocabulary)
-        for function, name, weight in zip(everyone, names, [*given, *[0.0] * len(verifiers)], strict=True)
+        for function, name, weight in zip(everyone, names, [*given, *[0.0] * len(opinions)], strict=True)
     ]
     column = gold_column or _gold_column(everyone, samples)
     if gold_column is not None and gold_column not in samples[0]:

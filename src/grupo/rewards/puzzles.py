@@ -28,8 +28,8 @@ _MARKED = Extraction(("tag", "boxed"))
 _IN_LINE = Extraction(("phrase",), strict=False)
 
 
-def written_answer(text: str) -> str:
-    """What a completion gives as its answer: the last `<answer>` block, else the last box, else the last line.
+def written_answer(text: str, lines: int = 1) -> str:
+    """What a completion gives as its answer: the last `<answer>` block, else the last box, else its last `lines`.
 
     Of a line such as `Answer: 3 * 8`, what stands behind `answer`. Math delimiters, bold and code marks, and one full
     stop are taken off.
@@ -37,8 +37,8 @@ def written_answer(text: str) -> str:
     found = _MARKED.find(text)
     answer = found.answer or ""
     if found.source is None:
-        line = text.strip().rpartition("\n")[2]
-        answer = _IN_LINE.find(line).answer or line
+        last = "\n".join(text.strip().splitlines()[-lines:])
+        answer = (_IN_LINE.find(last).answer if lines == 1 else None) or last
     return answer.strip().strip("*`$ ").removesuffix(".").strip("*`$ ")
 
 
@@ -274,7 +274,8 @@ class ReasoningGym:
                 f"reasoning_gym needs the whole entry of the task in the column '{self.entry_column}', with its "
                 "metadata; task reasoning-gym:NAME makes such rows."
             )
-        answer = written_answer(text)
+        # Grids and boards have several lines.
+        answer = written_answer(text, lines=max(1, len(str(entry.get("answer")).splitlines())))
         scorer, evaluates = _scorer(entry["metadata"]["source_dataset"])
         if not answer or (evaluates and may_run(answer)):
             return 0.0
@@ -316,7 +317,7 @@ def import_reasoning_gym() -> Any:
 def reasoning_gym(entry_column: str = "entry") -> ReasoningGym:
     """The score of reasoning-gym's own scorer for its tasks, from 0 to 1; 0 for an empty answer.
 
-    The answer is the last `<answer>` block, else the last box, else the last line. Some of the scorers evaluate the
+    The answer is the last `<answer>` block, else the last box, else the last line, or lines. Some of the scorers evaluate the
     answer as Python; theirs get 0 without being asked where an answer has calls, attributes, loops or large powers.
     """
     return ReasoningGym(entry_column)
