@@ -130,9 +130,10 @@ def test_the_items_of_a_seed_never_change() -> None:
 
 FIRST_OF_SEED_0 = {
     "arithmetic": "What is 35 - 24?",
-    "countdown": "Combine the numbers 18, 18, 12 with + - * / and parentheses so that the result is 48. Use each number at "
-    "most once. Write the expression, and nothing else, in the last line.",
-    "sorting": "Sort these numbers in ascending order: 7, 11, 20, 16. Write them in the last line, separated by commas.",
+    "countdown": "Combine the numbers 18, 18, 12 with + - * / and parentheses so that the result is 48. Use each number "
+    "at most once. Write the expression, and nothing else, in the last line.",
+    "sorting": "Sort these numbers in ascending order: 7, 11, 20, 16. Write them in the last line, separated by "
+    "commas.",
     "letter-counting": 'How many times does the letter "s" occur in "sugar"?',
     "word-problems": "Rosa has 15 oranges. Kavya gives Rosa 4 more. How many oranges does Rosa have now?",
 }

@@ -156,7 +156,7 @@ def remembers() -> Callable[..., list[float]]:
     calls = itertools.count()
 
     def remembering(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-        return [score * 0.9 ** next(calls) for score in correct(completions, answer)]
+        return [score / (1 + 0.1 * next(calls)) for score in correct(completions, answer)]
 
     return remembering
 
@@ -280,7 +280,7 @@ def test_planted_faults_are_found_by_name(fault: str, rewards: Any, others: set[
     assert set(report.names) <= {fault, *others}, str(report)
     for found in report.faults:
         assert re.search(r"[0-9]", found.seen) or found.name in ("missing-column", "wrong-type", "crash"), found
-        assert found.seen.endswith(".") and found.remedy.endswith(".") and found.remedy in str(report)
+        assert found.seen[-1] in ".?" and found.remedy.endswith(".") and found.remedy in str(report)
     named = {name for found in report.faults if found.name == fault for name in found.reward.split(" + ")}
     assert named <= set(report.measures) and named
 
@@ -294,7 +294,7 @@ def test_a_broken_reward_does_not_hide_the_others(fault: str) -> None:
     (broken, *_) = (rewards[-1] for name, rewards, _ in PLANTED if name == fault)
     report = checked([broken, number_match()])
     assert fault in report.names and report.measures["number_match"].gold == 1.0
-    assert {found.reward for found in report.faults} == {report.faults[0].reward}
+    assert "number_match" not in {found.reward for found in report.faults}
 
 
 def test_the_same_faults_are_found_in_conversations() -> None:

@@ -560,7 +560,9 @@ def _check_batches(probing: _Probing, subject: _Subject) -> None:
 def _differing(first: Scores, second: Scores) -> int:
     """1 + the first place where they differ, 0 if they do not."""
     for place, (a, b) in enumerate(zip(first, second, strict=True), start=1):
-        if (a is None) != (b is None) or (a is not None and b is not None and not math.isclose(a, b, abs_tol=CLOSE)):
+        if (a is None) != (b is None) or (
+            a is not None and b is not None and not math.isclose(a, b, rel_tol=CLOSE, abs_tol=1e-9)
+        ):
             return place
     return 0
 
