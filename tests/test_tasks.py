@@ -130,8 +130,8 @@ def test_the_items_of_a_seed_never_change() -> None:
 
 FIRST_OF_SEED_0 = {
     "arithmetic": "What is 35 - 24?",
-    "countdown": "Combine the numbers 18, 18, 12 with + - * / and parentheses so that the result is 48. Use each number "
-    "at most once. Write the expression, and nothing else, in the last line.",
+    "countdown": "Combine the numbers 18, 18, 12 with + - * / and parentheses so that the result is 48. Use each "
+    "number at most once. Write the expression, and nothing else, in the last line.",
     "sorting": "Sort these numbers in ascending order: 7, 11, 20, 16. Write them in the last line, separated by "
     "commas.",
     "letter-counting": 'How many times does the letter "s" occur in "sugar"?',
@@ -287,18 +287,23 @@ def dataset(path: Path, **spec: Any) -> Recipe:
     return Recipe(dataset=DatasetSpec(path=str(path), **spec), rewards=[{"name": "math_accuracy"}])
 
 
-def test_planted_duplicates_are_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_planted_duplicates_are_left_out_whichever_side_they_come_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"prompt": f"What is {n} + {n}?", "answer": 2 * n} for n in range(20)]
-    recipe = dataset(write(tmp_path / "rows.jsonl", rows), held_out=5)
-    _, clean = recipe_rows(recipe, 0)
-    assert len(clean) == 5 and not caplog.messages
-    twin = dict(clean[2])
-    planted = {"prompt": twin["prompt"][0]["content"].upper().replace(" ", "  ").replace("?", ""), "answer": 0}
-    # At the end, so that the same rows are drawn again as far as possible: whichever side it comes to, it is found.
-    _, held_out = recipe_rows(dataset(write(tmp_path / "rows.jsonl", [*rows, planted]), held_out=5), 0)
-    texts = {normalised(row["prompt"][0]["content"]) for row in held_out}
-    train, _ = recipe_rows(dataset(tmp_path / "rows.jsonl", held_out=5), 0)
-    assert not texts & {normalised(row["prompt"][0]["content"]) for row in train}
+    planted = [{"prompt": f"what  is {n}+{n}", "answer": 2 * n} for n in range(5)]
+    clean, dirty = write(tmp_path / "clean.jsonl", rows), write(tmp_path / "dirty.jsonl", [*rows, *planted])
+    found = 0
+    for seed in range(5):
+        _, held_out = recipe_rows(dataset(clean, held_out=8), seed)
+        assert len(held_out) == 8 and not caplog.messages
+        train, held_out = recipe_rows(dataset(dirty, held_out=8), seed)
+        sides = [{normalised(row["prompt"][0]["content"]) for row in side} for side in (train, held_out)]
+        assert not sides[0] & sides[1] and len(train) == 17
+        found += 8 - len(held_out)
+        assert bool(caplog.messages) is (len(held_out) < 8)
+        caplog.clear()
+    assert found > 5
 
 
 def test_a_planted_duplicate_is_reported_with_both_rows(caplog: pytest.LogCaptureFixture) -> None:
