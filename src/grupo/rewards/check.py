@@ -310,7 +310,8 @@ def check_rewards(
         raise DataError(f"gold_column={gold_column!r} is no column of the samples: {', '.join(samples[0])}.")
     for subject in subjects:
         _check_columns(subject, samples)
-    tags = [function.tags for function in everyone if isinstance(getattr(function, "tags", None), (tuple, list))]
+    named = [getattr(function, "tags", None) for function in everyone]
+    tags = [names for names in named if isinstance(names, (tuple, list))]
     probing = _Probing(subjects, samples, column, seconds_per_completion)
     form = probing.find_form(forms(tags), gold_form)
     probing.score_all(form)

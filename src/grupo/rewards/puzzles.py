@@ -107,7 +107,8 @@ def _tokens(text: str) -> list[str]:
     for written, meant in _SYMBOLS.items():
         text = text.replace(written, meant)
     text = text.replace("\\left", "").replace("\\right", "")
-    tokens, position = [], 0
+    tokens: list[str] = []
+    position = 0
     while position < len(text.rstrip()):
         match = _TOKEN.match(text, position)
         if match is None:
@@ -317,7 +318,8 @@ def import_reasoning_gym() -> Any:
 def reasoning_gym(entry_column: str = "entry") -> ReasoningGym:
     """The score of reasoning-gym's own scorer for its tasks, from 0 to 1; 0 for an empty answer.
 
-    The answer is the last `<answer>` block, else the last box, else the last line or lines. Some of the scorers evaluate
-    the answer as Python; an answer to those gets 0 unseen where it has calls, attributes, loops or large powers.
+    The answer is the last `<answer>` block, else the last box, else the last line or lines. Some of the scorers
+    evaluate the answer as Python; an answer to those gets 0 unseen where it has calls, attributes, loops or large
+    powers.
     """
     return ReasoningGym(entry_column)
