@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from grupo.cli import _parser
 from grupo.config import GRPOConfig
+from grupo.data.tasks import TASKS
 from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, load_recipe
-from grupo.rewards import RewardRunner, make_reward
+from grupo.rewards import FAULTS, RewardRunner, make_reward
 from grupo.train_command import recipe_rewards
 from stub_judge import grade, judge_server
 from tiny import tiny_model, tiny_tokenizer
@@ -94,6 +95,25 @@ def test_architecture_names_every_module():
             assert f"`{entry.name}`" in text, entry.name
         if entry.is_dir() and entry.name not in {"__pycache__", "recipes"}:
             assert f"`{entry.name}/`" in text, entry.name
+
+
+@pytest.mark.parametrize("name", ["tasks.md", "reward_check.md"])
+def test_pages_whose_examples_stand_alone(name, tmp_path, monkeypatch):
+    page = ROOT / "docs" / name
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for example in blocks(page, "python"):
+        exec(example, names)
+    for text in blocks(page, "yaml"):
+        (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+        recipe_rewards(load_recipe("recipe.yaml"))
+
+
+def test_every_task_and_every_fault_is_documented():
+    tasks = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    assert [name for name in TASKS if f"`{name}`" not in tasks] == []
+    page = (ROOT / "docs" / "reward_check.md").read_text(encoding="utf-8")
+    assert [name for name in FAULTS if f"| `{name}` |" not in page] == []
 
 
 def test_the_examples_about_signal_run(tmp_path, monkeypatch):

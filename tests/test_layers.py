@@ -18,7 +18,7 @@ PACKAGE = Path(grupo.__file__).parent
 # A module imports from its own row and from the rows below it, never from those above.
 LAYERS = [
     ["cli"],
-    ["train_command"],
+    ["check_command", "train_command"],
     ["console", "trainer"],
     ["trainer_parts"],
     ["evals", "runs"],
@@ -130,7 +130,20 @@ def test_no_two_parts_import_each_other() -> None:
 
 
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
-LIGHT = ["cli", "data", "errors", "hub", "metrics", "names", "recipe", "records", "rewards", "sampling", "step_plan"]
+LIGHT = [
+    "check_command",
+    "cli",
+    "data",
+    "errors",
+    "hub",
+    "metrics",
+    "names",
+    "recipe",
+    "records",
+    "rewards",
+    "sampling",
+    "step_plan",
+]
 
 
 @pytest.mark.parametrize("part", LIGHT)

@@ -61,10 +61,21 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, command, text in (
         ("tasks", _tasks, "list the built-in tasks"),
-        ("rewards", _rewards, "list the built-in rewards"),
         ("env", _env, "show versions and accelerators"),
     ):
         commands.add_parser(name, help=text).set_defaults(command=command)
+
+    rewards = commands.add_parser("rewards", help="list the built-in rewards, or check rewards before training")
+    rewards.set_defaults(command=_rewards)
+    check = rewards.add_subparsers(metavar="COMMAND").add_parser("check", help="find faults of rewards")
+    check.add_argument("sources", nargs="+", metavar="RECIPE_OR_NAME", help="one recipe, or names of rewards")
+    check.add_argument("--task", help="whose prompts the named rewards are checked with (default: times-tables)")
+    check.add_argument("--completions", help="JSON lines with sampled completions, such as a run's completions.jsonl")
+    check.add_argument("--gold-form", help="how a right completion is written, with {answer} and {reasoning} in it")
+    check.add_argument("--timeout", type=float, default=10.0, help="seconds that one call may take (default: 10)")
+    check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                       help="change a value of the recipe")  # fmt: skip
+    check.set_defaults(command=_check_rewards)
 
     recipes = commands.add_parser("recipes", help="list the built-in recipes, or show one of them")
     recipes.set_defaults(command=_recipes)
@@ -97,18 +108,40 @@ def _tasks(options: argparse.Namespace) -> int:
         task = make_task(name)
         print(f"{name}: {task.description} {len(task.train)} training prompts, {len(task.held_out)} held out; "
               f"rewards {', '.join(task.rewards)}")  # fmt: skip
+        for level, asked in enumerate(task.levels, start=1):
+            print(f"    level {level}: {asked}")
+        row = task.train[0]
+        print(f"    sample: {row['prompt'][-1]['content']!r}" + (f" -> {row['answer']!r}" if "answer" in row else ""))
+    print(
+        "reasoning-gym:NAME: any task of reasoning-gym, with its own scorer; needs pip install 'grupo[reasoning-gym]'"
+    )
     return DONE
 
 
 def _rewards(options: argparse.Namespace) -> int:
     import inspect
 
-    from grupo.rewards.registry import REWARDS
+    from grupo.rewards.registry import REWARDS, value_range
 
     for name, factory in REWARDS.items():
         summary = (inspect.getdoc(factory) or "").partition("\n\n")[0].replace("\n", " ")
-        print(f"{name}{inspect.signature(factory)}\n    {summary}")
+        print(f"{name}{inspect.signature(factory)}\n    {summary}\n    range: {value_range(factory)}")
     return DONE
+
+
+def _check_rewards(options: argparse.Namespace) -> int:
+    from grupo.check_command import check
+
+    report = check(
+        options.sources,
+        task=options.task,
+        overrides=options.overrides,
+        completions=options.completions,
+        gold_form=options.gold_form,
+        timeout=options.timeout,
+    )
+    print(report)
+    return FAILED if report.faults else DONE
 
 
 def _recipes(options: argparse.Namespace) -> int:

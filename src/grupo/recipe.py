@@ -2,7 +2,8 @@
 
 model: default                # name on the Hub, local folder, or `default`
 task: times-tables            # a built-in task, or `dataset:` below
-dataset: {path: data.jsonl, prompt: question, system: "...", held_out: 100}
+task_arguments: {level: 2}    # of the task
+dataset: {path: data.jsonl, prompt: question, gold: solution, system: "...", held_out: 100}
 rewards: [number_match, {name: tag_format, weight: 0.3, arguments: {tags: [think, answer]}}]
 lora: {r: 16, alpha: 32}      # `lora: null` trains all weights
 training: {learning_rate: 1e-4, max_steps: 30}      # fields of GRPOConfig
@@ -51,6 +52,8 @@ class DatasetSpec(_Part):
     """Text questions become conversations; False continues them as plain text."""
     rename: dict[str, str] = Field(default_factory=dict)
     """Old column name -> new one, for what the rewards expect."""
+    gold: str | None = None
+    """Column with gold answers or whole solutions; what follows `####`, or the last box, becomes `answer`."""
     held_out: int = Field(default=0, ge=0)
     """Rows that are kept for evaluation, chosen by the seed."""
 
@@ -78,6 +81,7 @@ class Recipe(_Part):
 
     model: str = "default"
     task: str | None = None
+    task_arguments: dict[str, Any] = Field(default_factory=dict)
     dataset: DatasetSpec | None = None
     rewards: list[RewardSpec] = Field(default_factory=list)
     lora: LoraSpec | None = Field(default_factory=LoraSpec)
@@ -97,6 +101,8 @@ class Recipe(_Part):
             raise ValueError("It names no data: give `task` (see `grupo tasks`) or `dataset`")
         if self.task is not None and self.dataset is not None:
             raise ValueError(f"It has `task` ({self.task}) and `dataset`: take one out, for example by --set task=null")
+        if self.task is None and self.task_arguments:
+            raise ValueError("`task_arguments` belong to a `task`, and there is none: take them out")
         if self.dataset is not None and not self.rewards:
             raise ValueError("A `dataset` needs `rewards`: name at least one (see `grupo rewards`)")
         return self

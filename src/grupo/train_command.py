@@ -23,14 +23,12 @@ from grupo.config import GRPOConfig
 from grupo.console import ProgressLines, say, step_bar
 from grupo.data.golds import usable_rows
 from grupo.data.prompts import Rows
-from grupo.data.sources import recipe_rows
-from grupo.data.tasks import make_task
+from grupo.data.sources import recipe_rewards, recipe_rows
 from grupo.errors import ConfigError, GrupoError
 from grupo.evals.held_out import FEW_PROMPTS, HeldOutResult, evaluate_held_out
 from grupo.evals.statistics import paired_difference
 from grupo.models.default_model import HUB_ID, default_model_path
-from grupo.recipe import Recipe, RewardSpec, to_yaml
-from grupo.rewards.registry import make_reward
+from grupo.recipe import Recipe, to_yaml
 from grupo.runs.card import model_card
 from grupo.runs.checkpoint import last_complete_checkpoint
 from grupo.runs.folder import fresh_folder, group_record
@@ -176,14 +174,6 @@ def _with_weights(training: Mapping[str, Any], weights: list[float]) -> dict[str
 def _remove_if_empty(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
-
-
-def recipe_rewards(recipe: Recipe) -> tuple[list[Any], list[float]]:
-    """Reward functions and weights; a task brings its own where the recipe names none."""
-    specs = recipe.rewards or [
-        RewardSpec(name=name, arguments=arguments) for name, arguments in make_task(recipe.task or "").rewards.items()
-    ]
-    return [make_reward(spec.name, **spec.arguments) for spec in specs], [spec.weight for spec in specs]
 
 
 def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[Any]) -> GRPOTrainer:

@@ -17,14 +17,14 @@ ASKS_A_MODEL = {"llm_judge", "reward_model"}
 
 @pytest.mark.parametrize("name", sorted(set(REWARDS) - ASKS_A_MODEL))
 def test_every_name_makes_a_reward_that_scores(name: str) -> None:
+    if name == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
     reward = make_reward(name, **ARGUMENTS.get(name, {}))
     scores = reward(
-        prompts=["p"],
-        completions=["<think>a</think><answer>5</answer>"],
-        completion_ids=[[1, 2, 3]],
-        answer=["5"],
+        prompts=["p"], completions=["<think>a</think><answer>5</answer>"], completion_ids=[[1, 2, 3]], answer=["5"],
+        numbers=[[5, 8]], target=[5], entry=[{"answer": "5", "metadata": {"source_dataset": "chain_sum"}}],
         tests=[["assert f() == 5"]],
-    )
+    )  # fmt: skip
     assert len(scores) == 1 and isinstance(scores[0], float)
     assert reward.__name__
 

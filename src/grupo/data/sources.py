@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grupo.data.prompts import NumberedRows
-from grupo.data.tasks import make_task
+from grupo.data.splits import without_shared
+from grupo.data.tasks import make_task, task_rewards
 from grupo.errors import DataError
 from grupo.hub import is_out_of_reach
+from grupo.rewards.golds import final_answer
+from grupo.rewards.registry import make_reward
 
 if TYPE_CHECKING:
     from grupo.recipe import DatasetSpec, Recipe
@@ -25,7 +28,7 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
         DataError: the data cannot be found or lacks the column with the question.
     """
     if recipe.dataset is None:
-        task = make_task(recipe.task or "", seed)
+        task = make_task(recipe.task or "", seed, **recipe.task_arguments)
         return task.train, task.held_out
     spec = recipe.dataset
     loaded = _load(spec)
@@ -37,7 +40,17 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
         )
     held_out = sorted(random.Random(f"held out, seed {seed}").sample(range(len(rows)), spec.held_out))
     kept = sorted(set(range(len(rows))).difference(held_out))
-    return NumberedRows([rows[i] for i in kept], kept), NumberedRows([rows[i] for i in held_out], held_out)
+    train = NumberedRows([rows[i] for i in kept], kept)
+    return train, without_shared(train, NumberedRows([rows[i] for i in held_out], held_out))
+
+
+def recipe_rewards(recipe: Recipe) -> tuple[list[Any], list[float]]:
+    """Reward functions and weights; a task brings its own where the recipe names none."""
+    specs = [(spec.name, spec.arguments, spec.weight) for spec in recipe.rewards]
+    if not specs:
+        rewards = task_rewards(recipe.task or "", **recipe.task_arguments)
+        specs = [(name, arguments, 1.0) for name, arguments in rewards.items()]
+    return [make_reward(name, **arguments) for name, arguments, _ in specs], [weight for *_, weight in specs]
 
 
 def _load(spec: DatasetSpec) -> Any:
@@ -110,7 +123,14 @@ def _check_columns(names: list[str], spec: DatasetSpec) -> None:
                 f"dataset.rename names {name!r}, which is no column beside the question; those are "
                 f"{', '.join(other for other in names if other != spec.prompt) or 'none'}."
             )
+    if spec.gold is not None and (spec.gold not in names or spec.gold == spec.prompt):
+        raise DataError(
+            f"dataset.gold={spec.gold!r} is no column of {spec.path} beside the question; its columns are "
+            f"{', '.join(names)}. Set dataset.gold to the column with the answers."
+        )
     renamed = ["prompt", *(spec.rename.get(name, name) for name in names if name != spec.prompt)]
+    if spec.gold is not None and spec.rename.get(spec.gold, spec.gold) != "answer":
+        renamed.append("answer")
     for name in renamed:
         if renamed.count(name) > 1:
             raise DataError(
@@ -121,6 +141,8 @@ def _check_columns(names: list[str], spec: DatasetSpec) -> None:
 
 def _as_prompt(row: dict[str, Any], spec: DatasetSpec) -> dict[str, Any]:
     columns = {spec.rename.get(name, name): value for name, value in row.items() if name != spec.prompt}
+    if spec.gold is not None:
+        columns["answer"] = final_answer(row[spec.gold])
     question = row[spec.prompt]
     if isinstance(question, str) and (spec.chat or spec.system):
         question = [{"role": "user", "content": question}]

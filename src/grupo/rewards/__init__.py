@@ -2,6 +2,7 @@
 
 from grupo.rewards.answers import Extraction, completion_text, extract_answer, extract_boxed, gold_number, last_number
 from grupo.rewards.cheating import no_cheating
+from grupo.rewards.check import FAULTS, Fault, RewardReport, check_rewards
 from grupo.rewards.code import code_reward, extract_code
 from grupo.rewards.format import tag_format, think_format_reward
 from grupo.rewards.judge import llm_judge
@@ -20,6 +21,7 @@ from grupo.rewards.math import (
     reasoning_accuracy_reward,
 )
 from grupo.rewards.model import reward_model
+from grupo.rewards.puzzles import countdown, number_list, reasoning_gym
 from grupo.rewards.registry import REWARDS, make_reward
 from grupo.rewards.results import RewardFailure, RewardTable
 from grupo.rewards.runner import RewardRunner, check_column_names, reward_name, run_alone
@@ -27,18 +29,23 @@ from grupo.rewards.verifiers import Verdict, Verifier, reward_from
 
 __all__ = [
     "Extraction",
+    "FAULTS",
+    "Fault",
     "MathVerifier",
     "NumberVerifier",
     "REWARDS",
     "RewardFailure",
+    "RewardReport",
     "RewardRunner",
     "RewardTable",
     "Verdict",
     "Verifier",
     "accuracy_reward",
     "check_column_names",
+    "check_rewards",
     "code_reward",
     "completion_text",
+    "countdown",
     "extract_answer",
     "extract_boxed",
     "extract_code",
@@ -51,8 +58,10 @@ __all__ = [
     "make_reward",
     "math_accuracy",
     "no_cheating",
+    "number_list",
     "number_match",
     "reasoning_accuracy_reward",
+    "reasoning_gym",
     "reward_from",
     "reward_model",
     "reward_name",

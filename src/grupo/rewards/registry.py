@@ -25,6 +25,7 @@ from grupo.rewards.length import (
 )
 from grupo.rewards.math import math_accuracy, number_match
 from grupo.rewards.model import reward_model
+from grupo.rewards.puzzles import countdown, number_list, reasoning_gym
 
 REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
     {
@@ -39,6 +40,9 @@ REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
         "reward_model": reward_model,
         "code": code_reward,
         "no_cheating": no_cheating,
+        "countdown": countdown,
+        "number_list": number_list,
+        "reasoning_gym": reasoning_gym,
     }
 )
 """name -> factory."""
@@ -72,6 +76,14 @@ def make_reward(name: str, **arguments: Any) -> Callable[..., Any]:
             f"It takes ({', '.join(str(parameter).split(':')[0] for parameter in signature.parameters.values())})."
         ) from None
     return factory(**arguments)
+
+
+def value_range(factory: Callable[..., Any]) -> str:
+    """The values that a factory's rewards return, as they say in `value_range`."""
+    declared = getattr(factory, "value_range", None)
+    if declared is None and all(p.default is not p.empty for p in inspect.signature(factory).parameters.values()):
+        declared = getattr(factory(), "value_range", None)
+    return "not declared" if declared is None else f"{declared[0]:g} to {declared[1]:g}"
 
 
 def _own_function(name: str) -> Callable[..., Any]:
