@@ -107,6 +107,11 @@ def last_number(text: str) -> Fraction | None:
     return -value if value is not None and negative else value
 
 
+def only_number(text: str) -> Fraction | None:
+    """The number in `text`, as `last_number` reads it, where there is no second one: `71 or 72`, `6 * 12` give None."""
+    return last_number(text) if len(_NUMBER_LIKE.findall(text.replace("{,}", ",").replace(",\\!", ","))) == 1 else None
+
+
 def extract_answer(text: str) -> str | None:
     """What a completion answers: the content of its last box if it has any box, else its last number, else None."""
     if _BOX.search(text):

@@ -8,6 +8,7 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.rewards.math import MathAccuracy, keyword_signature
+from grupo.rewards.ranges import score_range
 
 TokenIds = Sequence[Sequence[int]]
 
@@ -22,6 +23,7 @@ class TokenLength:
                 "and scale, the reward lost for each token too many or too few, is above 0."
             )
         self.__name__ = "token_length"
+        self.value_range = (-math.inf, 0.0)
         self.target = target
         self.scale = scale
 
@@ -39,6 +41,7 @@ class SoftOverlongPunishment:
                 "the cache is the last part of the maximum, so 0 <= soft_punish_cache <= max_completion_len."
             )
         self.__name__ = "soft_overlong_punishment_reward"
+        self.value_range = (-1.0, 0.0)
         self.max_completion_len = max_completion_len
         self.soft_punish_cache = soft_punish_cache
 
@@ -67,6 +70,13 @@ class CosineScaled:
         if max_len <= 0:
             raise ConfigError(f"max_len={max_len} leaves no schedule: it is the length in tokens at which it ends.")
         self.__name__ = "cosine_scaled_reward"
+        self.value_range = score_range(
+            "cosine_scaled_reward",
+            min_value_wrong=min_value_wrong,
+            max_value_wrong=max_value_wrong,
+            min_value_correct=min_value_correct,
+            max_value_correct=max_value_correct,
+        )
         self.max_len = max_len
         # (at length 0, at max_len): short is best when right, and worst when wrong.
         self.right = (max_value_correct, min_value_correct)
@@ -96,6 +106,7 @@ class RepetitionPenalty:
                 "and max_penalty is 0 or below."
             )
         self.__name__ = "repetition_penalty_reward"
+        self.value_range = (max_penalty, 0.0)
         self.ngram_size = ngram_size
         self.max_penalty = max_penalty
 

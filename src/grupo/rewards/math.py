@@ -30,6 +30,8 @@ class GoldReward(ABC):
     The signature names that column, so a missing one is reported before training. Instances can be pickled.
     """
 
+    value_range: tuple[float, float] = (0.0, 1.0)
+
     def __init__(self, name: str, gold_column: str) -> None:
         self.__name__ = name
         self.gold_column = gold_column
@@ -132,6 +134,12 @@ def math_accuracy(gold_column: str = "answer", require_box: bool = False) -> Mat
         require_box: only a box counts as the answer; otherwise, without any box, the last number of the text does.
     """
     return MathAccuracy("math_accuracy", gold_column, require_box)
+
+
+def boxed_accuracy(gold_column: str = "answer") -> MathAccuracy:
+    r"""1.0 where the last `\boxed{...}` of the completion holds the gold answer, else 0.0: `math_accuracy` without a
+    fallback to the last number of the text."""
+    return MathAccuracy("boxed_accuracy", gold_column, require_box=True)
 
 
 def accuracy_reward(
