@@ -130,8 +130,8 @@ class TagFormat(Tagged):
         hint = ""
         if self.prompt_opens_first is None:
             hint = (
-                f" If the chat template ends the prompt in {self.marks[0][0]}, so that completions start inside it, set "
-                "prompt_opens_first=True."
+                f" If the chat template ends the prompt in {self.marks[0][0]}, so that completions start inside it, "
+                "set prompt_opens_first=True."
             )
         warnings.warn(
             f"{self.__name__} gave 0 to all {len(faults)} completions of a batch; for {count} of them because {fault}."

@@ -9,9 +9,9 @@ They expect
     ...
     </answer>
 
-and are meant to be summed: at most 4.0, of which the right answer is 2.0. Each has two forms. The default does what its
-description says. With `compat=True` it computes what the widely copied code computes, so that a run can be compared with
-published ones; the docstrings name the differences. Both take texts, lists of messages, and None.
+and are meant to be summed: at most 4.0, of which the right answer is 2.0. Each has two forms. The default does what
+its description says. With `compat=True` it computes what the widely copied code computes, so that a run can be compared
+with published ones; the docstrings name the differences. Both take texts, lists of messages, and None.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def gsm8k_correctness(
     `The answer is 72.` all hold 72, and `1,000` holds 1000; `71 or 72` holds none. The gold answer is a number, a text
     that is one, or a GSM8K solution with `#### 72`. Where it cannot be read the reward abstains.
 
-    With `compat=True` the text between the last opening and the next closing tag must equal the gold text, character
-    by character after stripping; one that is no text is unreadable. So `72.0` and `1,000` are wrong; without tags the whole text is the answer, so a bare
-    `72` is right; a block that was cut off is right; and an empty completion is right where the gold text is empty.
+    With `compat=True` the text between the last opening and the next closing tag, stripped, must equal the gold text
+    character by character; a gold answer that is no text is unreadable. So `72.0` and `1,000` are wrong; without tags
+    the whole text is the answer, so a bare `72` is right; a block that was cut off is right; and an empty completion is
+    right where the gold text is empty.
     """
     if compat:
         return LiteralCorrectness(score, tag, gold_column)
@@ -111,8 +112,8 @@ def gsm8k_strict_format(
     Blocks may span lines, `\r\n` is a line end, and the last one may be missing, since chat models stop at the closing
     tag. Each tag stands there once. For `prompt_opens_first` see `tag_format`.
 
-    With `compat=True` it is the pattern `^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$`, in which the dot
-    does not match a line end: reasoning of two lines gets 0.0, and so does everything without a line end at the end.
+    With `compat=True` it is the pattern `^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$`, in which the
+    dot does not match a line end: reasoning of two lines gets 0.0, and so does a text without a line end at its end.
     """
     if compat:
         (opening, closing), (answer, answer_end) = _two(tags, prompt_opens_first)
@@ -132,9 +133,9 @@ def gsm8k_soft_format(
     Each tag stands there once, blank lines may come first, and text may follow: `tag_format` with `text_after=True`.
     What is right for `gsm8k_strict_format` is right here.
 
-    With `compat=True` it is the pattern `<reasoning>.*?</reasoning>\s*<answer>.*?</answer>` at the start of the text, in
-    which the dot does not match a line end. So a block of several lines gets 0.0, and no text gets both the strict and
-    the soft score.
+    With `compat=True` it is the pattern `<reasoning>.*?</reasoning>\s*<answer>.*?</answer>` at the start of the text,
+    in which the dot does not match a line end. So a block of several lines gets 0.0, and no text gets both the strict
+    and the soft score.
     """
     if compat:
         (opening, closing), (answer, answer_end) = _two(tags, prompt_opens_first)
@@ -154,10 +155,10 @@ def gsm8k_tag_count(
 
     White space behind the last tag is free. See `tag_count`.
 
-    With `compat=True` tags count with the line ends around them, and characters behind the last tag are subtracted twice
-    without a limit. Where the last line end is missing, which is normal for chat models, the length of the whole text is
-    subtracted: a hidden length penalty. So a perfect text gets 0.5, one without the last line end 0.501 less 0.001 for
-    each of its characters, and a perfect text with 1,000 characters behind it -1.5.
+    With `compat=True` tags count with the line ends around them, and characters behind the last tag are subtracted
+    twice, without a limit. Where the last line end is missing, which is normal for chat models, the length of the whole
+    text is subtracted: a hidden length penalty. So a perfect text gets 0.5, one without the last line end 0.501 less
+    0.001 for each of its characters, and a perfect text with 1,000 characters behind it -1.5.
     """
     if compat:
         _two(tags, prompt_opens_first)

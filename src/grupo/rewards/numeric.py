@@ -125,8 +125,8 @@ class Proximity(NumberReward):
             )
         if isinstance(distance, str) and distance not in DISTANCES:
             raise ConfigError(
-                f"proximity knows no distance '{distance}'.{nearest(distance, DISTANCES)} Give {' or '.join(DISTANCES)}, "
-                "or a function of (answer, gold)."
+                f"proximity knows no distance '{distance}'.{nearest(distance, DISTANCES)} "
+                f"Give {' or '.join(DISTANCES)}, or a function of (answer, gold)."
             )
         self.best, self.worst, self.missing = float(best), float(worst), float(missing)
         self.halfway = Fraction(str(halfway))
@@ -139,7 +139,7 @@ class Proximity(NumberReward):
         far = self.distance(number, gold)
         if not far >= 0:
             raise RewardError(
-                f"The distance of proximity is {far!r} for {str(number):.30} and {str(gold):.30}; it must be 0 for equal "
+                f"The distance of proximity is {far!r} for {number!s:.30} and {gold!s:.30}; it must be 0 for equal "
                 "numbers and above 0 for others."
             )
         lost = 1.0 if far == math.inf else float(far / (far + self.halfway))

@@ -50,7 +50,7 @@ class LanguageConsistency:
 
 @functools.lru_cache(maxsize=1 << 16)
 def script_of(letter: str) -> str:
-    """The script of a letter, as Unicode names it, in lower case; of a wide or decorated letter that of the plain one."""
+    """The script of a letter, as Unicode names it, in lower case; wide and decorated letters are as plain ones."""
     name = unicodedata.name(unicodedata.normalize("NFKC", letter)[0], "")
     script = re.split("[ -]", name, maxsplit=1)[0].lower()
     return "cjk" if script == "ideographic" else script
@@ -108,8 +108,8 @@ def readability(easy: float = 40.0, hard: float = 60.0, min_words: int = 5) -> R
     children's book, 40 a novel, 50 a newspaper, 60 a law. It needs no dictionary, and was made for European languages
     with spaces between words: Chinese, Japanese and Thai count as few, long words.
 
-    It knows nothing about sense: short words with full stops between them score best. Use it with a small weight, beside
-    a reward for the content.
+    It knows nothing about sense: short words with full stops between them score best. Use it with a small weight,
+    beside a reward for the content.
 
     Args:
         min_words: shorter texts, empty ones among them, get 0.0.

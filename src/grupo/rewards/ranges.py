@@ -1,4 +1,4 @@
-"""The range that a reward declares in `value_range`: (lowest, highest) score it can give, -inf or inf where unbounded."""
+"""What a reward declares in `value_range`: the (lowest, highest) score it can give, -inf or inf where unbounded."""
 
 from __future__ import annotations
 

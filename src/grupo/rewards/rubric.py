@@ -94,8 +94,8 @@ def _share(check: Check, text: str, row: Row) -> float | None:
     share = float(result)
     if not 0.0 <= share <= 1.0:
         raise RewardError(
-            f"Check '{check.name}' returned {result!r}: it must return True, False, a share from 0 to 1, or None where it "
-            "does not apply. What it is worth is said by its points."
+            f"Check '{check.name}' returned {result!r}: it must return True, False, a share from 0 to 1, or None where "
+            "it does not apply. What it is worth is said by its points."
         )
     return share
 
@@ -159,7 +159,9 @@ KINDS: Mapping[str, Callable[[Any], Test]] = MappingProxyType(
 _MAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,6}")
 _PHONE = re.compile(r"(?<![\w@.+/-])(?:\+|\(|0)?[0-9](?:[ ()/.\u2011-]{0,3}[0-9]){6,14}(?![\w@])")
 _DATE = re.compile(r"[0-9]{4}([-/.])[0-9]{1,2}\1[0-9]{1,2}|[0-9]{1,2}([-/.])[0-9]{1,2}\2[0-9]{2,4}")
-_STREETS = "Street|St|Road|Rd|Avenue|Ave|Lane|Ln|Drive|Dr|Court|Ct|Way|Square|Sq|Boulevard|Blvd|Place|Pl|Terrace|Highway|Parkway"
+_STREETS = (
+    "Street|St|Road|Rd|Avenue|Ave|Lane|Ln|Drive|Dr|Court|Ct|Way|Square|Sq|Boulevard|Blvd|Place|Pl|Terrace|Parkway"
+)
 _STRASSEN = "[Ss]traße|[Ss]trasse|[Ss]tr\\.|[Ww]eg|[Pp]latz|[Aa]llee|[Gg]asse|[Uu]fer"
 _ADDRESS = (
     rf"(?<!\w)[0-9]{{1,5}}[a-zA-Z]?,? (?:[A-Z0-9][\w.'-]{{0,29}} ){{1,4}}(?:{_STREETS})(?!\w)"
@@ -227,7 +229,8 @@ def _described(check: Mapping[str, Any]) -> Check:
     kinds = [key for key in check if key not in ("name", "points")]
     if "name" not in check or "points" not in check or len(kinds) != 1:
         raise ConfigError(
-            f"A check of a rubric has a name, points, and one test of {', '.join(KINDS)}; this one is {dict(check)!r:.200}."
+            f"A check of a rubric has a name, points, and one test of {', '.join(KINDS)}; this one is "
+            f"{dict(check)!r:.200}."
         )
     (kind,) = kinds
     if kind not in KINDS:
@@ -267,12 +270,12 @@ def email_rubric(
     recipient_column: str = "recipient",
     address: str | None = None,
 ) -> Rubric:
-    """A reply to an e-mail: required keyword +1, exactly the ideal answer +1, longer than `max_words` -1, the name of the
-    recipient +1, a signature block with phone, e-mail and postal address +1; from -1 to 4.
+    """A reply to an e-mail: required keyword +1, exactly the ideal answer +1, longer than `max_words` -1, the name of
+    the recipient +1, a signature block with phone, e-mail and postal address +1; from -1 to 4.
 
-    Keyword and name are whole words in any case, and pay once however often they come. The signature must be in the last
-    8 lines (`has_signature`); numbers and addresses in the body do not count. Where the column is empty, the check does
-    not apply.
+    Keyword and name are whole words in any case, and pay once however often they come. The signature must be in the
+    last 8 lines (`has_signature`); numbers and addresses in the body do not count. Where the column is empty, the check
+    does not apply.
 
     Args:
         keyword, ideal, too_long, recipient, signature: points.
