@@ -32,7 +32,8 @@ def test_the_arithmetic_example() -> None:
         for text in ("4", "3", "cat", "", "The answer is 4.", "-4", "4.0", "3 or 4, say 3")
     }
     assert totals == {
-        "4": 4.0, "3": -2.0, "cat": -4.0, "": -4.0, "The answer is 4.": 4.0, "-4": -2.0, "4.0": 4.0, "3 or 4, say 3": -2.0
+        "4": 4.0, "3": -2.0, "cat": -4.0, "": -4.0, "The answer is 4.": 4.0, "-4": -2.0,
+        "4.0": 4.0, "3 or 4, say 3": -2.0,
     }  # fmt: skip
 
 

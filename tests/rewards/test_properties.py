@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import warnings
 from typing import Any
@@ -37,7 +36,8 @@ CASES = [(name, arguments) for name in REWARDS for arguments in SETTINGS.get(nam
 
 # Half of the texts are made of what rewards look for, so that they get past the first test.
 PIECES = [
-    "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<think>", "</think>", "<SOLUTION>", "</SOLUTION>", "<a>",
+    "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<think>", "</think>", "<SOLUTION>", "</SOLUTION>",
+    "<a>",
     "\n", "\r\n", " ", "7", "-7", "\u22127", "1,000", "7.0", "$7", "3/4", "0", "²", "1e999", "9" * 2000, "\\boxed{", "}",
     "\\frac{1}{0}", "thank you", "Dear Ann", "+49 30 1234567", "a@b.de", "12 Elm Street", "中文", "ひらがな", "word. ",
     "extraordinary", "\ud800", "\x00", "#### 7",
@@ -51,9 +51,8 @@ COMPLETIONS = st.one_of(
     st.builds(lambda text: [{"role": "assistant", "content": [{"type": "text", "text": text}]}], TEXTS),
 )
 VALUES = st.one_of(TEXTS, st.sampled_from(["7", "0", "-7", "1,000", "3/4", "", None, 7, 0.5, float("nan"), True]))
-ROWS = st.tuples(
-    COMPLETIONS, VALUES, VALUES, st.lists(st.integers(0, 3), max_size=20), st.sampled_from(["p", "<think>\n"])
-)
+PROMPTS = st.sampled_from(["p", "<think>\n"])
+ROWS = st.tuples(COMPLETIONS, VALUES, VALUES, st.lists(st.integers(0, 3), max_size=20), PROMPTS)
 EMPTY = [None, "", " \n", [], [{"role": "assistant", "content": None}], [{"role": "assistant", "content": ""}]]
 
 
@@ -92,7 +91,7 @@ def test_any_text_gets_a_score_in_the_range_whatever_its_neighbours(
 
 @pytest.mark.parametrize(("name", "arguments"), CASES)
 @settings(deadline=None, max_examples=30)
-@given(gold=VALUES.filter(lambda value: value != ""), words=VALUES, prompt=st.sampled_from(["p", "<think>\n"]))
+@given(gold=VALUES.filter(lambda value: value != ""), words=VALUES, prompt=PROMPTS)
 def test_nothing_is_paid_for_nothing(name: str, arguments: dict[str, Any], gold: Any, words: Any, prompt: str) -> None:
     """Not even with a length of 0 as the target: 0.0 is the best that a penalty gives."""
     reward = make_reward(name, **arguments)
@@ -112,7 +111,7 @@ def test_what_the_copied_code_pays_for_an_empty_completion() -> None:
 def test_it_runs_behind_the_fence_and_pickles(name: str, arguments: dict[str, Any]) -> None:
     reward = make_reward(name, **arguments)
     lowest, highest = reward.value_range
-    assert lowest < highest and not math.isnan(lowest + highest if math.isfinite(lowest) else highest)
+    assert lowest < highest
     words = ["7", "seven"]
     columns = {"answer": words, "solution": words, "keyword": words, "ideal": words, "recipient": words}
     tables = []

@@ -77,7 +77,8 @@ PUBLISHED = {
     gsm8k_tag_count: published_count,
 }
 TEXTS = [
-    "", "72", "4", "²", "-4", "1,000", "3.5", ONE_LINE, USUAL, ONE_LINE + "x" * 1000, blocks("a", "72", ""), "Sure! " + ONE_LINE,
+    "", "72", "4", "²", "-4", "1,000", "3.5", ONE_LINE, USUAL, ONE_LINE + "x" * 1000, blocks("a", "72", ""),
+    "Sure! " + ONE_LINE,
     ONE_LINE.replace("\n", ""), ONE_LINE.replace("\n", " "), ONE_LINE.replace("\n", "\r\n"), ONE_LINE * 2,
     "<answer>72", "72</answer>", "<answer>\n72\n</answer>\n", "\n</answer>", ONE_LINE.removesuffix("</answer>\n"),
 ]  # fmt: skip
@@ -147,7 +148,8 @@ def test_what_counts_as_the_answer(text: str, right: float, copied: float) -> No
 @pytest.mark.parametrize(
     ("answer", "whole", "copied"),
     [
-        ("4", 0.5, 0.5), ("-4", 0.5, 0.0), ("\u22124", 0.5, 0.0), ("+4", 0.5, 0.0), ("1,000", 0.5, 0.0), ("007", 0.5, 0.5),
+        ("4", 0.5, 0.5), ("-4", 0.5, 0.0), ("\u22124", 0.5, 0.0), ("+4", 0.5, 0.0), ("1,000", 0.5, 0.0),
+        ("007", 0.5, 0.5),
         ("3.5", 0.0, 0.0), ("4.0", 0.0, 0.0), ("²", 0.0, 0.5), ("٤", 0.0, 0.5), ("1,00", 0.0, 0.0), ("3,7", 0.0, 0.0),
         ("4 apples", 0.0, 0.0), ("four", 0.0, 0.0), ("", 0.0, 0.0), ("4\n5", 0.0, 0.0),
     ],
@@ -175,7 +177,8 @@ def test_a_bare_number_is_no_answer() -> None:
         (ONE_LINE.replace("\n", " "), 0.0, 0.5, 0.0, 0.5),
         (ONE_LINE.replace("</reasoning>\n", "</reasoning>\n\n"), 0.0, 0.5, 0.0, 0.0),
         ("\n\n" + ONE_LINE, 0.0, 0.5, 0.0, 0.0),
-        (ONE_LINE + "\n", 0.0, 0.5, 0.5, 0.0),
+        (ONE_LINE + "\n", 0.5, 0.5, 0.5, 0.0),
+        (ONE_LINE + "\n\n", 0.5, 0.5, 0.0, 0.0),
         (ONE_LINE + "Bye.", 0.0, 0.5, 0.0, 0.0),
         ("Sure! " + ONE_LINE, 0.0, 0.0, 0.0, 0.0),
         (ONE_LINE + ONE_LINE, 0.0, 0.0, 0.0, 0.0),
@@ -187,10 +190,9 @@ def test_a_bare_number_is_no_answer() -> None:
 def test_formats(text: str, strict: float, soft: float, copied_strict: float, copied_soft: float) -> None:
     assert score(gsm8k_strict_format(), text) == strict
     assert score(gsm8k_soft_format(), text) == soft
-    # `$` also matches in front of a last line end, so the copied pattern allows one more.
-    text_of_copy = text
-    assert score(gsm8k_strict_format(compat=True), text_of_copy) == copied_strict
-    assert score(gsm8k_soft_format(compat=True), text_of_copy) == copied_soft
+    # `$` matches in front of a last line end too, so the copied pattern allows two of them, and no more.
+    assert score(gsm8k_strict_format(compat=True), text) == copied_strict
+    assert score(gsm8k_soft_format(compat=True), text) == copied_soft
 
 
 @pytest.mark.parametrize("opening", ["<reasoning>", "<reasoning>\n"])
@@ -225,14 +227,14 @@ def test_counted_tags() -> None:
         (ONE_LINE + "x" * 100, 0.4, 0.3),
         (ONE_LINE + "x" * 1000, 0.0, -1.5),
         (ONE_LINE.replace("\n", " "), 0.5, 0.0),
-        (ONE_LINE + "<answer>", 0.375, 0.5 - 0.016),
+        (ONE_LINE + "<answer>", 0.375 - 0.008, 0.5 - 0.016),
         ("<reasoning>\n", 0.125, 0.125),
         ("", 0.0, 0.0),
     ]:
         assert score(gsm8k_tag_count(), text) == pytest.approx(counted), text
         assert score(gsm8k_tag_count(compat=True), text) == pytest.approx(copied), text
     # The number that goes round: a perfect answer of 50 characters without its last line end gets 0.451.
-    fifty = blocks("x", "7", end="")
+    fifty = blocks("xxxx", "7", end="")
     assert len(fifty) == 50 and score(gsm8k_tag_count(compat=True), fifty) == pytest.approx(0.451)
 
 
@@ -263,7 +265,7 @@ def test_the_sum_of_all_five() -> None:
     # Strict and soft exclude each other in the copied code.
     assert total(True, ONE_LINE) == 3.5
     assert total(True, ONE_LINE.replace("\n", "")) == 3.0
-    # A right answer is worth more than everything else together, minus nothing.
+    # A right answer is worth as much as everything else together.
     assert total(False, USUAL.replace("72", "73")) == 2.0
     assert five(False).names == (
         "gsm8k_tag_count",

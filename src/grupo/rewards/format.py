@@ -30,7 +30,8 @@ def tag_marks(tags: Sequence[Tag]) -> tuple[tuple[str, str], ...]:
         if isinstance(tag, str):
             marks.append((f"<{tag}>", f"</{tag}>") if tag.isidentifier() else ("", ""))
         else:
-            marks.append((tag[0], tag[1]) if len(tag) == 2 and all(isinstance(mark, str) for mark in tag) else ("", ""))
+            is_pair = isinstance(tag, (list, tuple)) and len(tag) == 2 and all(isinstance(mark, str) for mark in tag)
+            marks.append((tag[0], tag[1]) if is_pair else ("", ""))
     pairs = itertools.permutations(itertools.chain.from_iterable(marks), 2)
     if not marks or any(one in other for one, other in pairs):
         raise ConfigError(

@@ -67,7 +67,7 @@ class StrictFormat(TagFormat):
             if text[position:start] != gap or len(content) < 2 or content[0] != "\n" or content[-1] != "\n":
                 return f"{opening} or {closing} does not stand alone on its line"
             position, gap = end + len(closing), "\n"
-        return None if text[position:] in ("", "\n") else f"more than a line end follows {self.marks[-1][1]}"
+        return None
 
 
 def gsm8k_correctness(
@@ -109,8 +109,8 @@ def gsm8k_strict_format(
 ) -> TagFormat | LiteralFormat:
     r"""`score` where the completion is the blocks, each tag alone on its line, else 0.0.
 
-    Blocks may span lines, `\r\n` is a line end, and the last one may be missing, since chat models stop at the closing
-    tag. Each tag stands there once. For `prompt_opens_first` see `tag_format`.
+    Blocks may span lines, and `\r\n` is a line end. Behind the last tag there may be white space or nothing, since chat
+    models stop there. Each tag stands there once. For `prompt_opens_first` see `tag_format`.
 
     With `compat=True` it is the pattern `^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$`, in which the
     dot does not match a line end: reasoning of two lines gets 0.0, and so does a text without a line end at its end.

@@ -7,7 +7,6 @@ A check tests one thing that can be seen in the text. Many of them give a signal
 from __future__ import annotations
 
 import functools
-import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from grupo.errors import ConfigError, RewardError
 from grupo.names import nearest
 from grupo.rewards.answers import completion_text
 from grupo.rewards.math import keyword_signature
+from grupo.rewards.ranges import score_range
 
 Row = Mapping[str, Any]
 """Dataset columns of one completion."""
@@ -51,8 +51,7 @@ class Rubric:
                 f"Rubric '{name}' has checks named {names}: give at least one, each with a name of its own."
             )
         for check in self.checks:
-            if isinstance(check.points, bool) or not math.isfinite(check.points):
-                raise ConfigError(f"Check '{check.name}' has points={check.points!r}: give a finite number.")
+            score_range(f"Check '{check.name}' of '{name}' ", points=check.points)
         self.value_range = (
             sum(min(check.points, 0.0) for check in self.checks),
             sum(max(check.points, 0.0) for check in self.checks),
