@@ -88,8 +88,8 @@ class TagFormat(Tagged):
     ) -> None:
         super().__init__(name, tags, prompt_opens_first)
         self.text_after = text_after
-        self.score = float(score)
         self.value_range = score_range(name, wrong=0.0, score=score)
+        self.score = float(score)
         self._warned = False
 
     def __call__(
@@ -154,7 +154,6 @@ class TagCount(Tagged):
         name: str = "tag_count",
     ) -> None:
         super().__init__(name, tags, prompt_opens_first)
-        self.present, self.absent, self.tail_penalty = float(present), float(absent), float(tail_penalty)
         count = 2 * len(self.marks)
         score_range(name, absent=absent, present=present, tail_penalty=tail_penalty)
         if absent > 0 or present < 0 or tail_penalty < 0:
@@ -162,6 +161,7 @@ class TagCount(Tagged):
                 f"{name}(present={present}, absent={absent}, tail_penalty={tail_penalty}) would pay for missing tags: "
                 "`present` and `tail_penalty`, which is subtracted, are 0 or above, `absent` is 0 or below."
             )
+        self.present, self.absent, self.tail_penalty = float(present), float(absent), float(tail_penalty)
         self.value_range = (count * self.absent + 0.0, count * self.present)
 
     def __call__(
