@@ -36,10 +36,10 @@ CASES = [(name, arguments) for name in REWARDS for arguments in SETTINGS.get(nam
 
 # Half of the texts are made of what rewards look for, so that they get past the first test.
 PIECES = [
-    "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<think>", "</think>", "<SOLUTION>", "</SOLUTION>",
-    "<a>", "\n", "\r\n", " ", "7", "-7", "\u22127", "1,000", "7.0", "$7", "3/4", "0", "²", "1e999", "9" * 2000,
-    "\\boxed{", "}", "\\frac{1}{0}", "thank you", "Dear Ann", "+49 30 1234567", "a@b.de", "12 Elm Street", "中文", "ひらがな",
-    "word. ", "extraordinary", "\ud800", "\x00", "#### 7",
+    "<reasoning>", "</reasoning>", "<answer>", "</answer>", "<think>", "</think>", "<SOLUTION>", "</SOLUTION>", "<a>",
+    "\n", "\r\n", " ", "7", "-7", "\u22127", "1,000", "7.0", "$7", "3/4", "0", "²", "1e999", "9" * 2000, "#### 7",
+    "\\boxed{", "}", "\\frac{1}{0}", "thank you", "Dear Ann", "+49 30 1234567", "a@b.de", "12 Elm Street", "中文",
+    "ひらがな", "word. ", "extraordinary", "\ud800", "\x00",
 ]  # fmt: skip
 TEXTS = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 COMPLETIONS = st.one_of(
