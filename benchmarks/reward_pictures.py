@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs" / "rewards"
 
 def by_answer() -> tuple[list[float], dict[str, list[float]]]:
     """(answers, name -> scores) where the gold number is 10."""
-    answers = [number / 10 for number in range(-50, 301)]
+    answers = [number / 10 for number in range(-50, 301, 2)]
     texts = [f"<SOLUTION>{answer}</SOLUTION>" for answer in answers]
     rewards = {
         "proximity": proximity(),
@@ -63,22 +63,22 @@ def main() -> None:
     for name, values in scores.items():
         (near if "proximity" in name else steps).plot(answers, values, label=name)
     for panel in (near, steps):
-        _label(panel, "answer, where 10 is right")
+        _label(panel, "answer, where 10 is right", "upper right")
     _save(figure, "answers.svg")
 
     lengths, scores = by_length()
     figure, panel = pyplot.subplots(figsize=(6.5, 3.2), layout="constrained")
     for name, values in scores.items():
         panel.plot(lengths, values, label=name)
-    _label(panel, "tokens of the completion, where 200 is the limit")
+    _label(panel, "tokens of the completion, where 200 is the limit", "lower left")
     _save(figure, "lengths.svg")
 
 
-def _label(panel: Any, axis: str) -> None:
+def _label(panel: Any, axis: str, legend: str) -> None:
     panel.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     panel.set_xlabel(axis)
     panel.set_ylabel("score")
-    panel.legend(frameon=False, fontsize="small")
+    panel.legend(loc=legend, frameon=False, fontsize="small")
 
 
 def _save(figure: Any, name: str) -> None:

@@ -122,7 +122,7 @@ def test_a_rubric_of_a_recipe() -> None:
     ("checks", "message"),
     [
         ([], "at least one"),
-        ([{"name": "a", "points": 1, "contains": "x"}] * 2, "own name"),
+        ([{"name": "a", "points": 1, "contains": "x"}] * 2, "name of its own"),
         ([{"name": "a", "contains": "x"}], "has a name, points, and one test"),
         ([{"name": "a", "points": 1}], "has a name, points, and one test"),
         ([{"name": "a", "points": 1, "contains": "x", "pattern": "y"}], "one test of contains"),

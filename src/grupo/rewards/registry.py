@@ -61,7 +61,7 @@ REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
 """name -> factory."""
 
 
-def make_reward(name: str, **arguments: Any) -> Callable[..., Any]:
+def make_reward(name: str, /, **arguments: Any) -> Callable[..., Any]:
     """The reward function of this name, made with `arguments`.
 
     Args:
