@@ -37,7 +37,7 @@ def test_each_item_of_the_email_rubric_alone() -> None:
 
 def test_gaming_the_email_rubric() -> None:
     assert email("refund refund refund Ann Ann") == 2.0
-    assert email("refunded to Annabel") == 0.0
+    assert email("refunded to Annabel") == email("prefund, Joann") == 0.0
     assert email("REFUND for ann") == 2.0
     assert email("") == email("  \n") == 0.0
     # Phone, mail and address in the body, far above the end, are no signature.

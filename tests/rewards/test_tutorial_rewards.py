@@ -176,6 +176,8 @@ def test_a_bare_number_is_no_answer() -> None:
         (ONE_LINE.replace("\n", ""), 0.0, 0.5, 0.0, 0.5),
         (ONE_LINE.replace("\n", " "), 0.0, 0.5, 0.0, 0.5),
         (ONE_LINE.replace("</reasoning>\n", "</reasoning>\n\n"), 0.0, 0.5, 0.0, 0.0),
+        (ONE_LINE.replace("\n</", "</"), 0.0, 0.5, 0.0, 0.0),
+        (ONE_LINE.replace("<answer>\n", "<answer>"), 0.0, 0.5, 0.0, 0.0),
         ("\n\n" + ONE_LINE, 0.0, 0.5, 0.0, 0.0),
         (ONE_LINE + "\n", 0.5, 0.5, 0.5, 0.0),
         (ONE_LINE + "\n\n", 0.5, 0.5, 0.0, 0.0),
@@ -362,6 +364,8 @@ def test_banded_answers_outside_of_a_block() -> None:
     small = banded_answer(exact=3.0, bands=[(0.1, 1.0), (0.2, 0.5)], far=-1.5, unreadable=-1.5, missing=0.0)
     assert [score(small, f"<SOLUTION>{n}</SOLUTION>", answer=60) for n in (60, 61, 70, 99)] == [3.0, 1.0, 0.5, -1.5]
     assert small.value_range == (-1.5, 3.0)
+    # Exactly on the edge; as floats, 1.3 - 1 and 0.3 differ.
+    assert score(banded_answer(bands=[(0.3, 1.0)]), "<SOLUTION>78</SOLUTION>", answer="60") == 1.0
 
 
 def test_the_number_check_of_the_notebooks() -> None:

@@ -58,8 +58,8 @@ class StrictFormat(TagFormat):
         if fault is not None:
             return fault
         if first_is_open:
-            # The line end behind a tag of the prompt belongs to the prompt, where it stands in it.
-            text = self.marks[0][0] + "\n" + text.removeprefix("\n")
+            # The line end behind a tag of the prompt may be part of the prompt.
+            text = self.marks[0][0] + "\n" + text
         position, gap = 0, ""
         for opening, closing in self.marks:
             start, end = text.index(opening), text.index(closing)

@@ -171,7 +171,7 @@ class BandedAnswer(NumberReward):
             )
         self.exact, self.far = float(exact), float(far)
         self.unreadable, self.missing = float(unreadable), float(missing)
-        # As written: with the float 0.1, an answer that is exactly 10 % off would be outside its band.
+        # As written: with the float 0.3, an answer that is exactly 30 % off would be outside its band.
         self.bands = sorted((Fraction(str(width)), float(score)) for width, score in bands)
 
     def score(self, text: str, gold: Fraction) -> float:
