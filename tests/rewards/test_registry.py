@@ -11,6 +11,8 @@ ARGUMENTS = {
     "token_length": {"target": 3},
     "soft_overlong_punishment": {"max_completion_len": 10, "soft_punish_cache": 2},
     "cosine_scaled": {"max_len": 10, "gold_column": "answer"},
+    "rubric": {"checks": [{"name": "thanks", "points": 1.0, "contains": "thanks"}]},
+    "email_rubric": {"keyword_column": "answer", "ideal_column": "answer", "recipient_column": "answer"},
 }
 ASKS_A_MODEL = {"llm_judge", "reward_model"}
 

@@ -248,6 +248,11 @@ def last_number(text: str) -> Fraction | None:
     return -value if value is not None and negative else value
 
 
+def only_number(text: str) -> Fraction | None:
+    """The number in `text`, as `last_number` reads it, where there is no second one: `71 or 72`, `6 * 12` give None."""
+    return last_number(text) if len(_NUMBER_LIKE.findall(text.replace("{,}", ",").replace(",\\!", ","))) == 1 else None
+
+
 def gold_number(gold: Any) -> Fraction | None:
     """A gold answer as an exact number, or None where it is not one.
 

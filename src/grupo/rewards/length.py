@@ -9,6 +9,7 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.rewards.math import LIKE_TRL, MathVerifier
+from grupo.rewards.ranges import score_range
 
 TokenIds = Sequence[Sequence[int]]
 
@@ -70,6 +71,13 @@ class CosineScaled:
         if max_len <= 0:
             raise ConfigError(f"max_len={max_len} leaves no schedule: it is the length in tokens at which it ends.")
         self.__name__ = "cosine_scaled_reward"
+        self.value_range = score_range(
+            "cosine_scaled_reward",
+            min_value_wrong=min_value_wrong,
+            max_value_wrong=max_value_wrong,
+            min_value_correct=min_value_correct,
+            max_value_correct=max_value_correct,
+        )
         self.max_len = max_len
         # (at length 0, at max_len): short is best when right, and worst when wrong.
         self.right = (max_value_correct, min_value_correct)

@@ -183,6 +183,12 @@ def math_accuracy(
     return MathAccuracy(MathVerifier(gold_column, where, tolerance, name="math_accuracy"))
 
 
+def boxed_accuracy(gold_column: str = "answer") -> MathAccuracy:
+    r"""1.0 where the last `\boxed{...}` of the completion holds the gold answer, else 0.0: `math_accuracy` without a
+    fallback to the last number of the text."""
+    return MathAccuracy(MathVerifier(gold_column, Extraction(("boxed",)), name="boxed_accuracy"))
+
+
 LogExtra = Callable[[str, list[Any]], None]
 
 

@@ -15,7 +15,14 @@ from grupo.errors import ConfigError
 from grupo.names import nearest
 from grupo.rewards.cheating import no_cheating
 from grupo.rewards.code import code_reward
-from grupo.rewards.format import tag_format
+from grupo.rewards.format import tag_count, tag_format
+from grupo.rewards.gsm8k import (
+    gsm8k_correctness,
+    gsm8k_integer,
+    gsm8k_soft_format,
+    gsm8k_strict_format,
+    gsm8k_tag_count,
+)
 from grupo.rewards.judge import llm_judge
 from grupo.rewards.length import (
     get_cosine_scaled_reward,
@@ -23,15 +30,29 @@ from grupo.rewards.length import (
     get_soft_overlong_punishment,
     token_length,
 )
-from grupo.rewards.math import math_accuracy, number_match
+from grupo.rewards.math import boxed_accuracy, math_accuracy, number_match
 from grupo.rewards.model import reward_model
+from grupo.rewards.numeric import banded_answer, number_present, number_score, proximity
+from grupo.rewards.prose import language_consistency, readability
 from grupo.rewards.puzzles import countdown, number_list, reasoning_gym
+from grupo.rewards.rubric import email_rubric, rubric
 
 REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
     {
         "number_match": number_match,
         "math_accuracy": math_accuracy,
+        "boxed_accuracy": boxed_accuracy,
+        "number_present": number_present,
+        "number_score": number_score,
+        "proximity": proximity,
+        "banded_answer": banded_answer,
+        "gsm8k_correctness": gsm8k_correctness,
+        "gsm8k_integer": gsm8k_integer,
+        "gsm8k_strict_format": gsm8k_strict_format,
+        "gsm8k_soft_format": gsm8k_soft_format,
+        "gsm8k_tag_count": gsm8k_tag_count,
         "tag_format": tag_format,
+        "tag_count": tag_count,
         "token_length": token_length,
         "soft_overlong_punishment": get_soft_overlong_punishment,
         "cosine_scaled": get_cosine_scaled_reward,
@@ -43,12 +64,16 @@ REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
         "countdown": countdown,
         "number_list": number_list,
         "reasoning_gym": reasoning_gym,
+        "language_consistency": language_consistency,
+        "readability": readability,
+        "rubric": rubric,
+        "email_rubric": email_rubric,
     }
 )
 """name -> factory."""
 
 
-def make_reward(name: str, **arguments: Any) -> Callable[..., Any]:
+def make_reward(name: str, /, **arguments: Any) -> Callable[..., Any]:
     """The reward function of this name, made with `arguments`.
 
     Args:
