@@ -16,12 +16,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from grupo.errors import RewardError
+from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers import completion_text, extract_answer, extract_boxed, gold_number, last_number
 from grupo.rewards.exact import MAX_BITS, ExactNumber, NotExact
 from grupo.rewards.expressions import Answer, is_prose, read_answer, same_answer
+
+if TYPE_CHECKING:
+    from grupo.rewards.symbolic import MathVerify
 
 
 class GoldReward(ABC):
@@ -46,7 +49,7 @@ class GoldReward(ABC):
                 "completions; it needs one for each."
             )
         texts = [completion_text(completion) or "" for completion in completions]
-        scores = [self.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        scores = self.judge_all(texts, golds)
         unusable = [gold for gold, score in zip(golds, scores, strict=True) if score is None]
         if unusable and not self.unusable_golds:
             warnings.warn(
@@ -68,6 +71,9 @@ class GoldReward(ABC):
     @abstractmethod
     def judge(self, text: str, gold: Any) -> float | None:
         """The score of one completion text; None where the gold answer cannot be read."""
+
+    def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[float | None]:
+        return [self.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
 
 
 def keyword_signature(*names: str) -> inspect.Signature:
@@ -97,19 +103,28 @@ class MathAccuracy(GoldReward):
         "in \\boxed{...} or in '#### answer'."
     )
 
-    def __init__(self, name: str, gold_column: str, require_box: bool) -> None:
+    def __init__(self, name: str, gold_column: str, require_box: bool, verifier: MathVerify | None = None) -> None:
         super().__init__(name, gold_column)
         self.require_box = require_box
+        self.verifier = verifier
+        """Judges in place of the exact comparison."""
 
     def can_read(self, gold: Any) -> bool:
         return read_gold(gold) is not None
 
     def judge(self, text: str, gold: Any) -> float | None:
+        if self.verifier is not None:
+            return self.judge_all([text], [gold])[0]
         expected = read_gold(gold)
         if expected is None:
             return None
         answer = self.read(text)
         return float(answer is not None and same_answer(answer, expected))
+
+    def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[float | None]:
+        if self.verifier is None:
+            return super().judge_all(texts, golds)
+        return [None if right is None else float(right) for right in self.verifier.judge_all(texts, golds)]
 
     def read(self, text: str) -> Answer | None:
         written = extract_boxed(text) if self.require_box else extract_answer(text)
@@ -124,14 +139,28 @@ def number_match(gold_column: str = "answer") -> NumberMatch:
     return NumberMatch("number_match", gold_column)
 
 
-def math_accuracy(gold_column: str = "answer", require_box: bool = False) -> MathAccuracy:
+def math_accuracy(
+    gold_column: str = "answer", require_box: bool = False, verify: Literal["exact", "math-verify"] = "exact"
+) -> MathAccuracy:
     r"""1.0 where the answer of the completion is the gold answer (see the head of this module), else 0.0.
 
     Args:
         gold_column: dataset column with numbers, formulas, or solutions that end in `\boxed{...}` or `#### answer`.
         require_box: only a box counts as the answer; otherwise, without any box, the last number of the text does.
+        verify: `exact`, or `math-verify` to compare formulas that `exact` does not find equal as well, in worker
+            processes (`symbolic.py`; needs the extra `math`).
+
+    Raises:
+        ConfigError: another `verify`, or `math-verify` is not installed.
     """
-    return MathAccuracy("math_accuracy", gold_column, require_box)
+    if verify not in ("exact", "math-verify"):
+        raise ConfigError(f"math_accuracy knows no verify={verify!r}: set 'exact' or 'math-verify'.")
+    verifier = None
+    if verify == "math-verify":
+        from grupo.rewards.symbolic import MathVerify  # which is built upon this module
+
+        verifier = MathVerify(require_box=require_box)
+    return MathAccuracy("math_accuracy", gold_column, require_box, verifier)
 
 
 def accuracy_reward(
@@ -165,11 +194,17 @@ def read_gold(gold: Any) -> Answer | None:
             return None if number is None else Answer(ExactNumber.from_rational(number))
         except NotExact:
             return None
-    if not isinstance(gold, str):
-        return None
-    written = extract_boxed(gold) if "\\boxed" in gold or "\\fbox" in gold else gold.rpartition("####")[2]
+    written = gold_text(gold)
     answer = None if written is None else read_answer(written)
     if written is None or answer is None:
         return None
     # A number with a unit of several words (`5 square miles`) is no sentence.
     return None if is_prose(written) and answer.unit is None else answer
+
+
+def gold_text(gold: Any) -> str | None:
+    """What a gold answer of text says: the content of its last box, or what follows `####`; a number in digits."""
+    if not isinstance(gold, str):
+        number = gold_number(gold)
+        return None if number is None else str(number)
+    return extract_boxed(gold) if "\\boxed" in gold or "\\fbox" in gold else gold.rpartition("####")[2]
