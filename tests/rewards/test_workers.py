@@ -31,6 +31,9 @@ def pool() -> Iterator[WorkerPool]:
         yield pool
 
 
+reads_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes in /proc")
+
+
 def is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -159,6 +162,7 @@ def map_in_child(pool: WorkerPool, connection: Any) -> None:
     connection.send([result.value for result in pool.map([1, 2, 3])])
 
 
+@reads_proc
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_same_from_thread_event_loop_and_daemonic_fork() -> None:
     with WorkerPool(functions.double, timeout=5.0, workers=2) as pool:
@@ -185,6 +189,7 @@ def test_the_same_from_thread_event_loop_and_daemonic_fork() -> None:
         assert [result.value for result in pool.map([1, 2, 3])] == expected
 
 
+@reads_proc
 def test_workers_are_replaced_in_time_and_do_not_pile_up() -> None:
     before, descriptors = children(), len(os.listdir("/proc/self/fd"))
     with WorkerPool(functions.process_id, timeout=5.0, workers=1, items_per_worker=2) as pool:
@@ -194,6 +199,7 @@ def test_workers_are_replaced_in_time_and_do_not_pile_up() -> None:
     assert children() <= before and len(os.listdir("/proc/self/fd")) == descriptors
 
 
+@reads_proc
 def test_thousands_of_items_leave_nothing_behind() -> None:
     with WorkerPool(functions.double, timeout=5.0, workers=2) as pool:
         pool.map(range(10))
@@ -205,6 +211,7 @@ def test_thousands_of_items_leave_nothing_behind() -> None:
         assert len(os.listdir("/proc/self/fd")) == descriptors and threading.active_count() == threads
 
 
+@reads_proc
 def test_close_ends_workers_also_busy_ones_and_the_pool_refuses_more() -> None:
     before = children()
     pool = WorkerPool(functions.behave, timeout=30.0, workers=1)
@@ -222,6 +229,7 @@ def test_close_ends_workers_also_busy_ones_and_the_pool_refuses_more() -> None:
         pool.map([("return", 1)])
 
 
+@reads_proc
 def test_a_dropped_pool_ends_its_workers() -> None:
     before = children()
     pool = WorkerPool(functions.double, timeout=5.0, workers=1)

@@ -1,7 +1,7 @@
 r"""A second opinion on formulas: their values at a few points, to 60 digits, without `math-verify` and `exact.py`.
 
 Two formulas are the same if their values agree wherever they are evaluated. Variables get fixed values without any
-pattern, twice positive and twice of mixed sign: formulas that agree only where all variables are positive, such as
+pattern, positive and negative ones: formulas that agree only where all variables are positive, such as
 `\sqrt{x^2}` and `x`, are undecided. So is everything that this module does not read: words, units, inequalities,
 matrices, sums, integrals. Every step is bounded, so nothing here needs a process of its own.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grupo.rewards.answers import extract_answer, extract_boxed
-from grupo.rewards.math import gold_text
+from grupo.rewards.math import gold_text, read_gold
 
 MAX_LENGTH = 300
 MAX_DEPTH = 30
@@ -29,8 +30,8 @@ MAX_FACTORIAL = 30
 DIGITS = 60
 TOLERANCE = 1e-45
 """Largest relative difference of equal values."""
-POSITIVE, POINTS = 2, 4
-"""Points in all, and how many of them are positive in every variable."""
+POSITIVE, NEGATIVE, POINTS = 2, 3, 4
+"""Points in all; all variables are positive at the first two, negative at the third, of either sign at the fourth."""
 
 
 class Unreadable(ValueError):
@@ -44,9 +45,8 @@ class NumericCheck:
         self.require_box = require_box
 
     def judge(self, text: str, gold: Any) -> bool | None:
-        written = extract_boxed(text) if self.require_box else extract_answer(text)
-        expected = gold_text(gold)
-        if expected is None:
+        written, expected = extract_boxed(text) if self.require_box else extract_answer(text), gold_text(gold)
+        if expected is None or read_gold(gold) is None:
             return None
         return False if written is None else same_values(written, expected)
 
@@ -76,6 +76,7 @@ class _List:
 
 
 _LOCK = threading.Lock()
+_UNORDERED = ("{}", ",")
 
 
 @functools.cache
@@ -96,9 +97,11 @@ def _same(a: _Values | _List, b: _Values | _List) -> bool | None:
     if isinstance(a, _List) and isinstance(b, _List):
         if len(a.items) != len(b.items):
             return False
+        if a.delimiters in _UNORDERED and b.delimiters in _UNORDERED:
+            return _same_set(a, b)
         if a.delimiters != b.delimiters:
             return None if "," in (a.delimiters, b.delimiters) else False
-        return _same_set(a, b) if a.delimiters in ("{}", ",") else _all(map(_same, a.items, b.items))
+        return _all(map(_same, a.items, b.items))
     return False
 
 
@@ -108,6 +111,8 @@ def _same_formula(a: _Values, b: _Values) -> bool | None:
     if a.name and b.name and a.name != b.name:
         return None
     if a.equation:
+        if _close(a.at[0], 0) or _close(b.at[0], 0):
+            return None
         return _all(_close(x * b.at[0], y * a.at[0]) for x, y in zip(a.at, b.at, strict=True))
     agree = [_close(x, y) for x, y in zip(a.at, b.at, strict=True)]
     if all(agree):
@@ -116,16 +121,16 @@ def _same_formula(a: _Values, b: _Values) -> bool | None:
 
 
 def _same_set(a: _List, b: _List) -> bool | None:
-    left, undecided = list(b.items), False
+    left, rest = list(b.items), []
     for item in a.items:
         verdicts = [_same(item, other) for other in left]
         if True in verdicts:
             del left[verdicts.index(True)]
-        elif None in verdicts:
-            undecided = True
         else:
-            return False
-    return None if undecided else True
+            rest.append(item)
+    possible = [[_same(item, other) is None for other in left] for item in rest]
+    # What has no possible partner, on either side, makes the sets different.
+    return None if possible and all(map(any, possible)) and all(map(any, zip(*possible, strict=True))) else not rest
 
 
 def _all(verdicts: Any) -> bool | None:
@@ -231,6 +236,8 @@ def _formula(text: str) -> _Values:
     values = [tuple(_Evaluator(side, point).value() for point in range(POINTS)) for side in sides]
     if len(values) == 1:
         return _Values(values[0], name=name)
+    if any(map(_context().isinf, itertools.chain(*values))):
+        raise Unreadable("an infinite side of an equation")
     return _Values(tuple(left - right for left, right in zip(*values, strict=True)), equation=True)
 
 
@@ -239,14 +246,12 @@ def _formula(text: str) -> _Values:
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
 _MACRO = re.compile(r"\\([A-Za-z]+)")
 _SUBSCRIPT = re.compile(r"_(\w|\{\w+\})")
-_FUNCTIONS = {
-    "sin": "sin", "cos": "cos", "tan": "tan", "cot": "cot", "sec": "sec", "csc": "csc", "arcsin": "asin",
-    "arccos": "acos", "arctan": "atan", "sinh": "sinh", "cosh": "cosh", "tanh": "tanh", "ln": "ln", "exp": "exp",
-}  # fmt: skip
-_GREEK = {
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu",
-    "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "Delta", "Gamma", "Omega", "Lambda",
-}  # fmt: skip
+_FUNCTIONS = {name: name for name in "sin cos tan cot sec csc sinh cosh tanh ln exp".split()}
+_FUNCTIONS |= {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
+_GREEK = set(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi chi psi "
+    "omega Delta Gamma Omega Lambda".split()
+)
 
 
 class _Evaluator:
@@ -360,9 +365,9 @@ class _Evaluator:
         return self.bounded(base**exponent)
 
     def factorial(self, value: Any) -> Any:
-        if not self.context.isint(value) or not 0 <= value <= MAX_FACTORIAL:
+        if not self.context.isint(value) or not 0 <= self.context.re(value) <= MAX_FACTORIAL:
             raise Unreadable("a factorial of something else than a small integer")
-        return self.context.factorial(value)
+        return self.context.factorial(self.context.re(value))
 
     def operand(self) -> Any:
         if number := self.take(_NUMBER):
@@ -428,7 +433,7 @@ class _Evaluator:
         if name == "sqrt":
             index = context.mpf(2)
             if self.peek() == "[":
-                index = self.group()
+                index = context.re(self.group())
                 if not context.isint(index) or not 2 <= index <= 1000:
                     raise Unreadable("the index of a root")
             radicand = self.argument()
@@ -471,7 +476,10 @@ class _Evaluator:
 
     def function_argument(self) -> Any:
         if self.peek() in ("(", "{"):
-            return self.power()
+            value = self.group()
+            if self.peek() == "^":
+                raise Unreadable("a power of the argument, or of the function")
+            return value
         value = self.power()
         while (following := self.peek()) and (following.isalnum() or re.match(r"\\pi", self.text[self.position :])):
             value = self.bounded(value * self.power())
@@ -479,7 +487,8 @@ class _Evaluator:
 
 
 def _coordinate(name: str, point: int) -> Any:
-    """The value of a variable at a point: between 1/2 and 3/2, and of either sign beyond the positive points."""
+    """The value of a variable at a point: between 1/2 and 3/2, with a sign."""
     digest = hashlib.sha256(f"{name}@{point}".encode()).digest()
     value = _context().mpf(int.from_bytes(digest[:16], "big")) / _context().mpf(2) ** 128 + 0.5
-    return -value if point >= POSITIVE and digest[16] % 2 else value
+    negative = point >= POSITIVE and (point < NEGATIVE or digest[16] % 2 == 1)
+    return -value if negative else value

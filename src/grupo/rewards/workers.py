@@ -321,26 +321,21 @@ def serve(descriptor: int, parent: int) -> None:
         while status != "memory":  # what a failed allocation has left half done is not to be trusted
             message = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_REAL, timeout + ALARM_GRACE)
-            status = _answer(connection, function, message)
+            status, reply = _answer(function, message)
+            connection.send_bytes(reply)
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (EOFError, OSError):
         return  # the program has ended
 
 
-def _answer(connection: Connection, function: Callable[[Any], Any], message: bytes) -> str:
-    reply: tuple[str, Any, str]
+def _answer(function: Callable[[Any], Any], message: bytes) -> tuple[str, bytes]:
+    """The fence around the function: its status and the pickled reply."""
     try:
-        reply = ("done", function(pickle.loads(message)), "")
-        connection.send(reply)
+        return "done", pickle.dumps(("done", function(pickle.loads(message)), ""))
     except MemoryError:
-        reply = ("memory", None, "the memory limit was reached")
-        connection.send(reply)
-    except BrokenPipeError:
-        raise
-    except BaseException as error:  # the fence: also SystemExit, and results that cannot be pickled
-        reply = ("error", None, f"{type(error).__name__}: {error}"[:1000])
-        connection.send(reply)
-    return reply[0]
+        return "memory", pickle.dumps(("memory", None, "the memory limit was reached"))
+    except BaseException as error:  # also SystemExit, and results that cannot be pickled
+        return "error", pickle.dumps(("error", None, f"{type(error).__name__}: {error}"[:1000]))
 
 
 def _limit_memory(memory_mb: int) -> None:
