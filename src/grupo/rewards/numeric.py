@@ -246,11 +246,12 @@ def _formula(text: str) -> _Values:
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
 _MACRO = re.compile(r"\\([A-Za-z]+)")
 _SUBSCRIPT = re.compile(r"_(\w|\{\w+\})")
-_FUNCTIONS = {name: name for name in "sin cos tan cot sec csc sinh cosh tanh ln exp".split()}
-_FUNCTIONS |= {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
-_GREEK = set(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi chi psi "
-    "omega Delta Gamma Omega Lambda".split()
+_FUNCTIONS = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
+"""LaTeX names whose function is called otherwise here."""
+_FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan)|cot|sec|csc|(?:sin|cos|tan)h|ln|exp")
+_GREEK = re.compile(
+    r"alpha|beta|[gG]amma|[dD]elta|(?:var)?epsilon|zeta|eta|theta|iota|kappa|[lL]ambda|mu|nu|xi|rho|sigma|tau|(?:var)?phi"
+    r"|chi|psi|[oO]mega"
 )
 
 
@@ -442,9 +443,9 @@ class _Evaluator:
             return context.sqrt(radicand) if index == 2 else self.bounded(radicand ** (1 / index))
         if name == "log":
             return self.logarithm()
-        if name in _FUNCTIONS:
-            return self.function(getattr(context, _FUNCTIONS[name]))
-        if name in _GREEK:
+        if _FUNCTION.fullmatch(name):
+            return self.function(getattr(context, _FUNCTIONS.get(name, name)))
+        if _GREEK.fullmatch(name):
             return self.variable("\\" + name)
         raise Unreadable(f"\\{name}")
 
