@@ -160,6 +160,14 @@ def _is_hopeless(written: str) -> bool:
 
 # In the worker -------------------------------------------------------------------------------------------------------
 
+_UNICODE = str.maketrans(
+    {
+        "−": "-", "·": r"\cdot ", "⋅": r"\cdot ", "×": r"\times ", "÷": r"\div ", "√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ",
+        "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "²": "^2", "³": "^3", "°": r"^\circ ",
+    }
+)  # fmt: skip
+"""Characters that math-verify does not read, or only in some places."""
+
 
 def prepare() -> None:
     """Import and warm up math-verify, and silence its warning that time-outs are off."""
@@ -180,6 +188,7 @@ def same_formula(question: tuple[str, str]) -> bool:
 def _parsed(written: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
+    written = written.translate(_UNICODE)
     # In a box the whole text is the answer; without `first_match`, a part that suits would be searched in it.
     return list(
         parse(rf"\boxed{{{written}}}", [LatexExtractionConfig()], extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]

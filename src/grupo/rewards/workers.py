@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import queue
 import signal
 import subprocess
 import sys
@@ -136,14 +135,11 @@ class WorkerPool:
         if self._process != os.getpid():
             return
         self._closed = True
-        free: list[_Worker | None] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                free.append(self._free.get_nowait())
-        for worker in free:
-            if worker is not None:
-                self._end(worker)
-            self._free.put(None)
+        with self._change:
+            idle, self._free = [worker for worker in self._free if worker], [None] * len(self._free)
+            self._change.notify_all()
+        for worker in idle:
+            self._end(worker)
         for worker in list(self._live):  # busy for another thread, which cleans up when it sees the end
             worker.stop()
 
@@ -158,37 +154,53 @@ class WorkerPool:
         self._process = os.getpid()
         self._closed = False
         self._live: set[_Worker] = set()
-        self._free: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
-        for _ in range(self.workers):
-            self._free.put(None)
+        self._free: list[_Worker | None] = [None] * self.workers
+        """Workers that nobody uses; None for each that has not been started."""
+        self._change = threading.Condition()
         weakref.finalize(self, _stop_all, self._live, self._process)
 
     def _take(self, block: bool) -> _Worker | None:
         """A worker that nobody uses, started if need be; None if there is none and `block` is False."""
+        with self._change:
+            while not self._free:
+                if not block:
+                    return None
+                self._change.wait()
+            worker = max(self._free, key=lambda worker: 0 if worker is None else 1 + worker.ready)
+            self._free.remove(worker)
         try:
-            worker = self._free.get(block)
-        except queue.Empty:
-            return None
-        try:
-            if worker is not None and worker.connection.poll():  # an idle worker has nothing to say: it has died
+            if worker is not None and worker.ready and worker.connection.poll():  # it has nothing to say: it has died
                 self._end(worker)
                 worker = None
-            if self._closed:
-                raise RewardError("The worker pool is closed.")
-            if worker is None:
-                worker = _Worker(self._setup)
-                self._live.add(worker)
+            return worker or self._start()
         except BaseException:
-            self._free.put(None)
+            self._put(None)
             raise
-        return worker
 
     def _give(self, worker: _Worker, reuse: bool) -> None:
+        """Take a worker back; one that is not to be used again is replaced at once, so that the next call finds one."""
         if reuse and worker.items < self._items_per_worker and not self._closed:
-            self._free.put(worker)
-        else:
-            self._end(worker)
-            self._free.put(None)
+            self._put(worker)
+            return
+        self._end(worker)
+        try:
+            replacement = None if self._closed or not worker.ready else self._start()
+        except BaseException:
+            self._put(None)
+            raise
+        self._put(replacement)
+
+    def _put(self, worker: _Worker | None) -> None:
+        with self._change:
+            self._free.append(worker)
+            self._change.notify()
+
+    def _start(self) -> _Worker:
+        if self._closed:
+            raise RewardError("The worker pool is closed.")
+        worker = _Worker(self._setup)
+        self._live.add(worker)
+        return worker
 
     def _end(self, worker: _Worker) -> None:
         self._live.discard(worker)
