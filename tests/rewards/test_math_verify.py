@@ -168,8 +168,8 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("answer", BOMBS.values(), ids=BOMBS.keys())
-@pytest.mark.parametrize("gold", ["7", "x+7"])
-def test_absurd_answers_are_wrong_in_time(verifier: MathVerify, answer: str, gold: str) -> None:
+def test_absurd_answers_are_wrong_in_time(verifier: MathVerify, answer: str) -> None:
+    gold = "x+7"
     started = time.monotonic()
     assert verifier.judge(boxed(answer), gold) is False
     assert time.monotonic() - started < LIMIT + 1

@@ -162,8 +162,9 @@ def _is_hopeless(written: str) -> bool:
 
 _UNICODE = str.maketrans(
     {
-        "−": "-", "·": r"\cdot ", "⋅": r"\cdot ", "×": r"\times ", "÷": r"\div ", "√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ",
-        "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "²": "^2", "³": "^3", "°": r"^\circ ",
+        "−": "-", "·": r"\cdot ", "⋅": r"\cdot ", "×": r"\times ", "÷": r"\div ", "√": r"\sqrt ", "π": r"\pi ",
+        "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "²": "^2", "³": "^3",
+        "°": r"^\circ ",
     }
 )  # fmt: skip
 """Characters that math-verify does not read, or only in some places."""
