@@ -102,7 +102,8 @@ def _same(a: _Values | _List, b: _Values | _List) -> bool | None:
         if a.delimiters != b.delimiters:
             return None if "," in (a.delimiters, b.delimiters) else False
         return _all(map(_same, a.items, b.items))
-    return False
+    listing = a if isinstance(a, _List) else b
+    return None if isinstance(listing, _List) and len(listing.items) == 1 else False  # {5} may be meant as 5
 
 
 def _same_formula(a: _Values, b: _Values) -> bool | None:
@@ -111,9 +112,10 @@ def _same_formula(a: _Values, b: _Values) -> bool | None:
     if a.name and b.name and a.name != b.name:
         return None
     if a.equation:
+        # Proportional equations are the same; there are other ways to be, such as a common factor.
         if _close(a.at[0], 0) or _close(b.at[0], 0):
             return None
-        return _all(_close(x * b.at[0], y * a.at[0]) for x, y in zip(a.at, b.at, strict=True))
+        return all(_close(x * b.at[0], y * a.at[0]) for x, y in zip(a.at, b.at, strict=True)) or None
     agree = [_close(x, y) for x, y in zip(a.at, b.at, strict=True)]
     if all(agree):
         return True

@@ -1,9 +1,10 @@
 r"""Whether two formulas are the same, by `math-verify` behind the exact comparison of `math.py`.
 
 The exact comparison comes first and is final where it can be: equal answers are right; different units, different lists
-of numbers, and numbers that no rounding explains are wrong. What is left, mostly formulas, goes to `math-verify`, which
-turns both into sympy expressions and tries to simplify their difference. That can take for ever (`9^{9^{9}}`), so it
-runs in worker processes with limits; its own time-outs are signals, which work in a main thread only, and are off.
+of numbers, and numbers that no rounding explains are wrong; so are formulas with different values (`numeric.py`). What
+is left goes to `math-verify`, which turns both into sympy expressions and tries to simplify their difference. That can
+take for ever (`9^{9^{9}}`), so it runs in worker processes with limits; its own time-outs are signals, which work in a
+main thread only, and are off.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from grupo.rewards.answers import extract_answer, extract_boxed
 from grupo.rewards.exact import ExactNumber
 from grupo.rewards.expressions import MAX_LENGTH, Answer, Listing, is_prose, read_answer, same_answer
 from grupo.rewards.math import gold_text, read_gold
+from grupo.rewards.numeric import same_values
 from grupo.rewards.workers import WorkerPool
 
 ROUNDED = 1e-5
@@ -35,11 +37,19 @@ class MathVerify:
     """
 
     def __init__(
-        self, *, require_box: bool = False, timeout: float = 2.0, memory_mb: int = 1024, workers: int | None = None
+        self,
+        *,
+        require_box: bool = False,
+        compare_values: bool = True,
+        timeout: float = 2.0,
+        memory_mb: int = 1024,
+        workers: int | None = None,
     ) -> None:
         """
         Args:
             require_box: only a box counts as the answer; otherwise, without any box, the last number of the text does.
+            compare_values: formulas whose values differ (`numeric.py`) are wrong, and math-verify is not asked. Without
+                it, math-verify is on its own, as a comparison of the two needs it.
             timeout: seconds for one comparison; one that takes longer counts as wrong.
             memory_mb: MiB of address space of a worker process, where the platform can limit it.
             workers: processes at most; None for one per CPU that this process may use, 4 at most.
@@ -53,6 +63,7 @@ class MathVerify:
                 "set verify='exact'."
             )
         self.require_box = require_box
+        self.compare_values = compare_values
         self.timeout = timeout
         self.memory_mb = memory_mb
         self.workers = workers
@@ -82,6 +93,8 @@ class MathVerify:
                 if verdict is None and not any(map(_is_hopeless, question)):
                     questions.setdefault(question, []).append(index)
                 verdicts.append(verdict or False)
+        if self.compare_values:
+            questions = {asked: indices for asked, indices in questions.items() if not _values_differ(*asked)}
         if questions:
             for indices, right in zip(questions.values(), self._ask(list(questions)), strict=True):
                 for index in indices:
@@ -151,6 +164,12 @@ def _approximate(number: ExactNumber) -> float:
     return sum(
         float(coefficient) * math.sqrt(radicand) * math.pi**power for (radicand, power), coefficient in number.terms
     )
+
+
+def _values_differ(answer: str, gold: str) -> bool:
+    forms = [read.form for read in (read_answer(answer), read_answer(gold)) if read is not None]
+    may_be_rounded = all(isinstance(form, ExactNumber) for form in forms)
+    return not may_be_rounded and same_values(answer, gold) is False
 
 
 def _is_hopeless(written: str) -> bool:

@@ -136,7 +136,8 @@ class WorkerPool:
             return
         self._closed = True
         with self._change:
-            idle, self._free = [worker for worker in self._free if worker], [None] * len(self._free)
+            idle = [worker for worker in self._free if worker]
+            self._free[:] = [None] * len(self._free)
             self._change.notify_all()
         for worker in idle:
             self._end(worker)
