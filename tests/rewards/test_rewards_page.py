@@ -17,6 +17,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "token_length": {"target": 3},
     "soft_overlong_punishment": {"max_completion_len": 10, "soft_punish_cache": 2},
     "cosine_scaled": {"max_len": 10},
+    "llm_judge": {"base_url": "http://localhost:8000/v1", "model": "judge", "rubric": "politeness"},
+    "reward_model": {"model": "someone/model"},
 }
 RANGES = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
 

@@ -9,7 +9,7 @@ from typing import Any
 from grupo.data.prompts import NumberedRows, row_numbers
 from grupo.errors import DataError
 from grupo.rewards.answers import shown_gold
-from grupo.rewards.verifiers import GoldVerifier
+from grupo.rewards.verifiers import JudgedByGold
 
 logger = logging.getLogger("grupo")
 
@@ -29,8 +29,8 @@ def usable_rows(
         DataError: a reward can read no gold answer at all, or none of those that are held out.
     """
     for reward in rewards:
-        verifier = getattr(reward, "verifier", None)
-        if isinstance(verifier, GoldVerifier):
+        verifier = getattr(reward, "verifier", reward)
+        if isinstance(verifier, JudgedByGold):
             _unread("training", rows, verifier, "It abstains on their completions.")
             unread = set(_unread("held-out", held_out, verifier, "They are left out of the evaluation."))
             kept = [place for place in range(len(held_out)) if place not in unread]
@@ -39,7 +39,7 @@ def usable_rows(
     return rows, held_out
 
 
-def _unread(what: str, rows: list[dict[str, Any]], verifier: GoldVerifier, consequence: str) -> list[int]:
+def _unread(what: str, rows: list[dict[str, Any]], verifier: JudgedByGold, consequence: str) -> list[int]:
     """Places of the rows whose gold answer cannot be read; says which they are. A missing column is said elsewhere."""
     column = verifier.gold_column
     places = [place for place, row in enumerate(rows) if column in row and not verifier.can_read(row[column])]

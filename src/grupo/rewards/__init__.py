@@ -1,5 +1,6 @@
 """Reward functions: the contract runner, and rewards for answers, format and length. Nothing here imports torch."""
 
+from grupo.rewards.agreement import Disagreement, disagreement
 from grupo.rewards.answers import Extraction, completion_text, extract_answer, extract_boxed, gold_number, last_number
 from grupo.rewards.cheating import no_cheating
 from grupo.rewards.check import FAULTS, Fault, RewardReport, check_rewards
@@ -36,15 +37,20 @@ from grupo.rewards.registry import REWARDS, make_reward
 from grupo.rewards.results import RewardFailure, RewardTable
 from grupo.rewards.rubric import Check, email_rubric, rubric
 from grupo.rewards.runner import RewardRunner, check_column_names, reward_name, run_alone
+from grupo.rewards.symbolic import MathVerify
+from grupo.rewards.values import NumericCheck
 from grupo.rewards.verifiers import Verdict, Verifier, reward_from
 
 __all__ = [
     "Check",
+    "Disagreement",
     "Extraction",
     "FAULTS",
     "Fault",
     "MathVerifier",
+    "MathVerify",
     "NumberVerifier",
+    "NumericCheck",
     "REWARDS",
     "RewardFailure",
     "RewardReport",
@@ -60,6 +66,7 @@ __all__ = [
     "code_reward",
     "completion_text",
     "countdown",
+    "disagreement",
     "email_rubric",
     "extract_answer",
     "extract_boxed",

@@ -106,7 +106,7 @@ def _as_fraction(number: ExactNumber) -> Fraction:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a text holds two words in a row: a sentence, which no comparison of formulas can judge."""
+    """Whether a text holds two words in a row: a sentence, which no comparison of formulas can judge. `x y` is none."""
     return _PROSE.search(_MACRO_NAME.sub("\\\\", text)) is not None
 
 
@@ -116,7 +116,7 @@ _WRAPPER = r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|boldsymbol|mbox
 _WRAPPED = re.compile(rf"(?:{_WRAPPER})?\{{(?P<inside>(?:[^{{}}\\]|\\.|\{{(?:[^{{}}\\]|\\.)*\}})*)\}}", re.DOTALL)
 _NAMED = re.compile(r"(?P<name>\\?[A-Za-z]+(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?)\s*=(?P<value>[^=]+)", re.DOTALL)
 _MACRO_NAME = re.compile(r"\\[A-Za-z]+")
-_PROSE = re.compile(r"(?<![A-Za-z])[A-Za-z]+\s+[A-Za-z]+")
+_PROSE = re.compile(r"(?<![A-Za-z])(?:[A-Za-z]{2,}\s+[A-Za-z]|[A-Za-z]\s+[A-Za-z]{2})")
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"[\x00-\x08\x0e-\x1f\u200b\ufeff]"), ""),
     # Math delimiters around a part of it, as in `$5$ apples`, and bold markers; not a currency sign, not a power.

@@ -24,9 +24,9 @@ from typing import Any
 from grupo.errors import ConfigError
 from grupo.rewards.answers import completion_text
 from grupo.rewards.format import TagCount, TagFormat, block_content, tag_marks
-from grupo.rewards.math import GoldReward
 from grupo.rewards.numeric import NumberScore
 from grupo.rewards.ranges import score_range
+from grupo.rewards.verifiers import GoldScore
 
 _INTEGER = re.compile(r"[+\-\u2212]?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)")
 TAGS = ("reasoning", "answer")
@@ -72,7 +72,7 @@ class StrictFormat(TagFormat):
 
 def gsm8k_correctness(
     score: float = 2.0, tag: str = "answer", gold_column: str = "answer", compat: bool = False
-) -> GoldReward:
+) -> GoldScore:
     """`score` where the answer block holds the gold number, else 0.0.
 
     The last block of the tag counts; it must be closed and hold one number. `72`, `72.0`, `$72`, `72 apples` and
@@ -185,7 +185,7 @@ def literal_answer(text: str, tag: str) -> str:
     return text.split(f"<{tag}>")[-1].split(f"</{tag}>")[0].strip()
 
 
-class LiteralCorrectness(GoldReward):
+class LiteralCorrectness(GoldScore):
     """`gsm8k_correctness(compat=True)`"""
 
     needs = "With compat=True a gold answer is the text that must be matched; make it a string."
@@ -193,16 +193,16 @@ class LiteralCorrectness(GoldReward):
     def __init__(self, score: float, tag: str, gold_column: str) -> None:
         super().__init__("gsm8k_correctness", gold_column)
         self.value_range = score_range(self.__name__, score=score, other=0.0)
-        self.score, self.tag = float(score), tag
+        self.right, self.tag = float(score), tag
         tag_marks((tag,))
 
     def can_read(self, gold: Any) -> bool:
         return isinstance(gold, str)
 
-    def judge(self, text: str, gold: Any) -> float | None:
+    def score(self, text: str, gold: Any) -> float | None:
         if not self.can_read(gold):
             return None
-        return self.score if literal_answer(text, self.tag) == gold else 0.0
+        return self.right if literal_answer(text, self.tag) == gold else 0.0
 
 
 class LiteralInteger(Integer):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from grupo.errors import ConfigError
 from grupo.rewards.answers import (
@@ -37,6 +37,9 @@ Extracted = Extraction | Mapping[str, Any] | None
 LIKE_TRL = Extraction(("boxed", "phrase", "last_number"))
 """TRL reads boxes and formulas behind "answer is"; the last number comes on top."""
 _IN_GOLD = Extraction(("boxed", "hash", "phrase"))
+
+if TYPE_CHECKING:
+    from grupo.rewards.symbolic import MathVerify
 
 
 class NumberVerifier(GoldVerifier):
@@ -95,16 +98,37 @@ class MathVerifier(GoldVerifier):
         extraction: Extracted = None,
         tolerance: float = 0.0,
         *,
+        by_formula: bool = False,
         name: str = "math_verifier",
     ) -> None:
         super().__init__(name, gold_column)
         self.extraction = Extraction.of(extraction, default=BOX_ELSE_NUMBER)
         self.tolerance = checked_tolerance(tolerance)
+        self.formulas: MathVerify | None = None
+        """Asked about answers that are not found equal here."""
+        if by_formula:
+            from grupo.rewards.symbolic import MathVerify  # which is built upon this module
+
+            self.formulas = MathVerify(extraction=self.extraction)
 
     def can_read(self, gold: Any) -> bool:
         return read_gold(gold) is not None
 
     def judge(self, text: str, gold: Any) -> Verdict:
+        return self.judge_all([text], [gold])[0]
+
+    def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[Verdict]:
+        verdicts = [self._exactly(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        if self.formulas is None:
+            return verdicts
+        left = [place for place, verdict in enumerate(verdicts) if verdict.decision == "wrong"]
+        found = self.formulas.judge_all([texts[place] for place in left], [golds[place] for place in left])
+        for place, is_right in zip(left, found, strict=True):
+            if is_right:
+                verdicts[place] = Verdict("right", f"it is a form of the gold answer {shown_gold(golds[place])}")
+        return verdicts
+
+    def _exactly(self, text: str, gold: Any) -> Verdict:
         expected = read_gold(gold)
         if expected is None:
             return unreadable(gold)
@@ -164,6 +188,7 @@ def math_accuracy(
     require_box: bool = False,
     extraction: Extracted = None,
     tolerance: float = 0.0,
+    verify: Literal["exact", "math-verify"] = "exact",
 ) -> MathAccuracy:
     r"""1.0 where the answer of the completion is the gold answer (see the head of this module), else 0.0.
 
@@ -173,14 +198,22 @@ def math_accuracy(
         extraction: where the answer stands, in place of `require_box`.
         tolerance: how far a number may be off, relative to the gold number; two whole numbers are always compared
             exactly.
+        verify: `exact`, or `math-verify` to compare formulas that `exact` does not find equal as well, in worker
+            processes (`symbolic.py`; needs the extra `math`).
+
+    Raises:
+        ConfigError: another `verify`, `math-verify` is not installed, or both `require_box` and `extraction`.
     """
+    if verify not in ("exact", "math-verify"):
+        raise ConfigError(f"math_accuracy knows no verify={verify!r}: set 'exact' or 'math-verify'.")
     if require_box and extraction is not None:
         raise ConfigError(
             "require_box=True and extraction both say where the answer stands; give one of them. "
             "extraction={'sources': ['boxed']} is require_box=True."
         )
     where = Extraction(("boxed",)) if require_box else extraction
-    return MathAccuracy(MathVerifier(gold_column, where, tolerance, name="math_accuracy"))
+    by_formula = verify == "math-verify"
+    return MathAccuracy(MathVerifier(gold_column, where, tolerance, by_formula=by_formula, name="math_accuracy"))
 
 
 def boxed_accuracy(gold_column: str = "answer") -> MathAccuracy:
@@ -253,15 +286,21 @@ def read_gold(gold: Any) -> Answer | None:
             return None if number is None else Answer(ExactNumber.from_rational(number))
         except NotExact:
             return None
-    if not isinstance(gold, str):
-        return None
-    found = _IN_GOLD.find(gold)
-    written = gold if found.source is None else found.answer
+    written = gold_text(gold) if isinstance(gold, str) else None
     answer = None if written is None else read_answer(written)
     if written is None or answer is None:
         return None
     # A number with a unit of several words (`5 square miles`) is no sentence.
     return None if is_prose(written) and answer.unit is None else answer
+
+
+def gold_text(gold: Any) -> str | None:
+    """What a gold answer of text says: its last box, else what follows `####` or "answer is"; a number in digits."""
+    if not isinstance(gold, str):
+        number = gold_number(gold)
+        return None if number is None else str(number)
+    found = _IN_GOLD.find(gold)
+    return gold if found.source is None else found.answer
 
 
 # Verdicts ------------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from grupo.rewards.answers import completion_text, extract_boxed, gold_number, l
 from grupo.rewards.exact import ExactNumber
 from grupo.rewards.expressions import read_answer
 from grupo.rewards.format import Tag, block_content, tag_marks
-from grupo.rewards.math import GoldReward
 from grupo.rewards.ranges import score_range
+from grupo.rewards.verifiers import GoldScore
 
 Distance = Callable[[Fraction, Fraction], float | Fraction]
 """(answer, gold) -> how far apart they are: 0 for equal numbers, never below."""
@@ -67,7 +67,7 @@ class NumberPresent:
         return [self.missing if number is None else self.present for number in numbers]
 
 
-class NumberReward(GoldReward):
+class NumberReward(GoldScore):
     """A reward for the number of a completion, given the gold number."""
 
     needs = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
@@ -79,12 +79,12 @@ class NumberReward(GoldReward):
     def can_read(self, gold: Any) -> bool:
         return gold_number(gold) is not None
 
-    def judge(self, text: str, gold: Any) -> float | None:
+    def score(self, text: str, gold: Any) -> float | None:
         expected = gold_number(gold)
-        return None if expected is None else self.score(text, expected)
+        return None if expected is None else self.score_by(text, expected)
 
     @abstractmethod
-    def score(self, text: str, gold: Fraction) -> float:
+    def score_by(self, text: str, gold: Fraction) -> float:
         """The score of one completion text."""
 
 
@@ -98,7 +98,7 @@ class NumberScore(NumberReward):
         self.value_range = score_range(name, right=right, wrong=wrong, missing=missing)
         self.right, self.wrong, self.missing = float(right), float(wrong), float(missing)
 
-    def score(self, text: str, gold: Fraction) -> float:
+    def score_by(self, text: str, gold: Fraction) -> float:
         number = answer_number(text, self.tag)
         return self.missing if number is None else self.right if number == gold else self.wrong
 
@@ -132,7 +132,7 @@ class Proximity(NumberReward):
         self.halfway = Fraction(str(halfway))
         self.distance = DISTANCES[distance] if isinstance(distance, str) else distance
 
-    def score(self, text: str, gold: Fraction) -> float:
+    def score_by(self, text: str, gold: Fraction) -> float:
         number = answer_number(text, self.tag)
         if number is None:
             return self.missing
@@ -174,7 +174,7 @@ class BandedAnswer(NumberReward):
         # As written: with the float 0.3, an answer that is exactly 30 % off would be outside its band.
         self.bands = sorted((Fraction(str(width)), float(score)) for width, score in bands)
 
-    def score(self, text: str, gold: Fraction) -> float:
+    def score_by(self, text: str, gold: Fraction) -> float:
         assert self.tag is not None
         if block_content(text, self.tag) is None:
             return self.missing

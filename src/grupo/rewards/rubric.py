@@ -17,8 +17,8 @@ from typing import Any
 from grupo.errors import ConfigError, RewardError
 from grupo.names import nearest
 from grupo.rewards.answers import completion_text
-from grupo.rewards.math import keyword_signature
 from grupo.rewards.ranges import score_range
+from grupo.rewards.verifiers import keyword_signature
 
 Row = Mapping[str, Any]
 """Dataset columns of one completion."""

@@ -9,7 +9,7 @@ import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -96,8 +96,8 @@ def reward_from(
     return VerifierReward(verifier, right, wrong, undecided)
 
 
-class GoldVerifier(ABC):
-    """A verifier that compares with the gold answer in one dataset column.
+class JudgedByGold(ABC):
+    """What compares completions with the gold answer in one dataset column.
 
     The signature names that column, so a missing one is reported before training. Instances can be pickled.
     """
@@ -112,29 +112,45 @@ class GoldVerifier(ABC):
         self.unusable_golds = 0
         """How many completions had a gold answer that could not be read."""
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
+    @abstractmethod
+    def can_read(self, gold: Any) -> bool:
+        """Whether completions can be judged by this gold answer."""
+
+    def pairs(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> tuple[list[str], Sequence[Any]]:
+        """The texts of the completions, and the gold answer of each.
+
+        Raises:
+            RewardError: not one gold answer for each completion.
+        """
         golds = columns[self.gold_column]
         if len(golds) != len(completions):
             raise RewardError(
                 f"{self.__name__} got {len(golds)} gold answers in '{self.gold_column}' for {len(completions)} "
                 "completions; it needs one for each."
             )
-        texts = [completion_text(completion) or "" for completion in completions]
-        verdicts = self.judge_all(texts, golds)
-        unusable = [gold for gold, verdict in zip(golds, verdicts, strict=True) if verdict.decision == "undecided"]
-        if unusable and not self.unusable_golds:
-            warnings.warn(
-                f"{self.__name__} cannot read {len(unusable)} of {len(golds)} gold answers in '{self.gold_column}', "
-                f"the first is {shown_gold(unusable[0])}. It abstains on these completions, here and in later batches. "
-                f"{self.needs}",
-                stacklevel=3,
-            )
-        self.unusable_golds += len(unusable)
-        return verdicts
+        return [completion_text(completion) or "" for completion in completions], golds
 
-    @abstractmethod
-    def can_read(self, gold: Any) -> bool:
-        """Whether completions can be judged by this gold answer."""
+    def count_unusable(self, golds: Sequence[Any], unusable: Sequence[bool]) -> None:
+        """Counts them, and warns the first time."""
+        found = [gold for gold, is_unusable in zip(golds, unusable, strict=True) if is_unusable]
+        if found and not self.unusable_golds:
+            warnings.warn(
+                f"{self.__name__} cannot read {len(found)} of {len(golds)} gold answers in '{self.gold_column}', "
+                f"the first is {shown_gold(found[0])}. It abstains on these completions, here and in later batches. "
+                f"{self.needs}",
+                stacklevel=4,
+            )
+        self.unusable_golds += len(found)
+
+
+class GoldVerifier(JudgedByGold):
+    """A verifier that compares with the gold answer."""
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
+        texts, golds = self.pairs(completions, columns)
+        verdicts = self.judge_all(texts, golds)
+        self.count_unusable(golds, [verdict.decision == "undecided" for verdict in verdicts])
+        return verdicts
 
     @abstractmethod
     def judge(self, text: str, gold: Any) -> Verdict:
@@ -142,6 +158,23 @@ class GoldVerifier(ABC):
 
     def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[Verdict]:
         return [self.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
+
+
+class GoldScore(JudgedByGold):
+    """A reward that compares with the gold answer and knows more than right and wrong."""
+
+    value_range: tuple[float, float]
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """A number for each completion (a string, a list of messages, or None), None where its gold is unusable."""
+        texts, golds = self.pairs(completions, columns)
+        scores = [self.score(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        self.count_unusable(golds, [score is None for score in scores])
+        return scores
+
+    @abstractmethod
+    def score(self, text: str, gold: Any) -> float | None:
+        """Of one completion text; None where the gold answer cannot be read."""
 
 
 def keyword_signature(*names: str) -> inspect.Signature:
