@@ -134,7 +134,7 @@ ARGUMENTS = {
     "soft_overlong_punishment": {"max_completion_len": 10, "soft_punish_cache": 2},
     "cosine_scaled": {"max_len": 10, "gold_column": "answer"},
 }
-OF_TEXT = {"number_match", "math_accuracy", "tag_format"}
+OF_TEXT = ("number_match", "math_accuracy", "tag_format")
 LIBRARY = {name: make_reward(name, **ARGUMENTS.get(name, {})) for name in [*OF_TEXT, *ARGUMENTS, "repetition_penalty"]}
 FUNCTIONS = {
     function.__name__: function for function in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)
@@ -177,7 +177,7 @@ def test_an_empty_completion_is_never_paid(name: str, gold: Any) -> None:
 
 
 def test_every_reward_says_its_range() -> None:
-    assert OF_TEXT | ARGUMENTS.keys() | {"repetition_penalty"} <= REWARDS.keys()
+    assert {*OF_TEXT, *ARGUMENTS, "repetition_penalty"} <= REWARDS.keys()
     for reward in [*LIBRARY.values(), *FUNCTIONS.values()]:
         lowest, highest = reward.value_range
         assert lowest < highest

@@ -21,6 +21,7 @@ from typing import Any
 
 from grupo.errors import ConfigError, DataError, RewardError
 from grupo.rewards.calls import Function
+from grupo.rewards.format import Tagged
 from grupo.rewards.probes import (
     BARE,
     EMPTY,
@@ -310,10 +311,9 @@ def check_rewards(
         raise DataError(f"gold_column={gold_column!r} is no column of the samples: {', '.join(samples[0])}.")
     for subject in subjects:
         _check_columns(subject, samples)
-    named = [getattr(function, "tags", None) for function in everyone]
-    tags = [names for names in named if isinstance(names, (tuple, list))]
+    expected = [function.marks for function in everyone if isinstance(function, Tagged)]
     probing = _Probing(subjects, samples, column, seconds_per_completion)
-    form = probing.find_form(forms(tags), gold_form)
+    form = probing.find_form(forms(expected), gold_form)
     probing.score_all(form)
     for subject in subjects:
         _check_one(probing, subject)

@@ -47,8 +47,15 @@ def filler(words: int) -> str:
     return " ".join(sentence[place % len(sentence)] for place in range(words))
 
 
-def forms(tags: Iterable[Sequence[str]] = ()) -> list[Form]:
-    """Forms in which rewards may expect an answer; `tags`: names of expected blocks, the last one with the answer."""
+Marks = tuple[tuple[str, str], ...]
+"""The (opening, closing) marks of blocks, in their order; the last block holds the answer."""
+_USUAL: list[Marks] = [
+    tuple((f"<{name}>", f"</{name}>") for name in names) for names in (("think", "answer"), ("reasoning", "answer"))
+]
+
+
+def forms(expected: Iterable[Marks] = ()) -> list[Form]:
+    """Forms in which rewards may expect an answer; `expected`: blocks that some reward is known to look for."""
     templates = [
         BARE.template,
         "{reasoning}\n{answer}",
@@ -57,14 +64,14 @@ def forms(tags: Iterable[Sequence[str]] = ()) -> list[Form]:
         "{reasoning}\n#### {answer}",
         "<start_working_out>{reasoning}<end_working_out><SOLUTION>{answer}</SOLUTION>",
     ]
-    for names in dict.fromkeys([*(tuple(names) for names in tags), ("think", "answer"), ("reasoning", "answer")]):
+    for marks in dict.fromkeys([*expected, *_USUAL]):
         for answer in ("{answer}", "\\boxed{{answer}}"):
-            contents = [*["{reasoning}"] * (len(names) - 1), answer]
-            blocks = list(zip(names, contents, strict=True))
-            templates.append("".join(f"<{name}>{content}</{name}>" for name, content in blocks))
-            templates.append("".join(f"<{name}>\n{content}\n</{name}>\n" for name, content in blocks))
-            # Where the prompt ends in the first opening tag.
-            templates.append(templates[-2].removeprefix(f"<{names[0]}>"))
+            contents = [*["{reasoning}"] * (len(marks) - 1), answer]
+            blocks = [(opening, content, closing) for (opening, closing), content in zip(marks, contents, strict=True)]
+            templates.append("".join(map("".join, blocks)))
+            templates.append("".join(f"{opening}\n{content}\n{closing}\n" for opening, content, closing in blocks))
+            # Where the prompt ends in the first opening mark.
+            templates.append(templates[-2].removeprefix(marks[0][0]))
     return [Form(template, one_line) for one_line in (False, True) for template in templates]
 
 
