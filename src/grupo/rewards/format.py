@@ -13,8 +13,7 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.rewards.answers import completion_text
-from grupo.rewards.ranges import score_range
-from grupo.rewards.verifiers import with_range
+from grupo.rewards.ranges import score_range, with_range
 
 Tag = str | Sequence[str]
 

@@ -29,7 +29,8 @@ from grupo.rewards.answers import (
 )
 from grupo.rewards.exact import ExactNumber, NotExact, within
 from grupo.rewards.expressions import Answer, is_prose, read_answer, same_answer
-from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward, with_range
+from grupo.rewards.ranges import with_range
+from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward
 
 Extracted = Extraction | Mapping[str, Any] | None
 """An extraction, its fields (as recipes give them), or None for the default."""

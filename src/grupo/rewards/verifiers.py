@@ -11,13 +11,12 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers import completion_text, shown_gold
 
 Decision = Literal["right", "wrong", "undecided"]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -181,16 +180,6 @@ def keyword_signature(*names: str) -> inspect.Signature:
     """The signature of a function that requires these keywords and takes any others."""
     required = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     return inspect.Signature([*required, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
-
-
-def with_range(lowest: float, highest: float) -> Callable[[_Function], _Function]:
-    """A decorator that says the range of a reward function as its `value_range`."""
-
-    def say(function: _Function) -> _Function:
-        vars(function)["value_range"] = (lowest, highest)
-        return function
-
-    return say
 
 
 def _with_log_extra(signature: inspect.Signature) -> inspect.Signature:
