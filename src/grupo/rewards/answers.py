@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from grupo.errors import ConfigError, RewardError
 from grupo.names import nearest
-from grupo.rewards.exact import MAX_BITS
 from grupo.rewards.expressions import is_prose
 
 MAX_DIGITS = 1000
@@ -287,10 +286,3 @@ def _number(body: str) -> Fraction | None:
     if _GROUPED.fullmatch(body):
         return Fraction(body.replace(",", ""))
     return Fraction(body) if _PLAIN.fullmatch(body) else None
-
-
-def shown_gold(gold: Any) -> str:
-    """A gold answer as messages quote it."""
-    if isinstance(gold, int) and gold.bit_length() > MAX_BITS:  # too long for Python to print
-        return "an integer of more than 1,000 digits"
-    return repr(gold)[:80]

@@ -32,10 +32,10 @@ from grupo.rewards.probes import (
     as_completion,
     columns_of,
     forms,
-    gold_text,
     spoilt,
     token_ids,
     variants,
+    written_gold,
 )
 from grupo.rewards.runner import RewardRunner
 from grupo.rewards.verifiers import GoldVerifier, reward_from
@@ -350,7 +350,7 @@ def _subject(function: Any, name: str, weight: float, timeout: float, vocabulary
 def _gold_column(functions: Sequence[Any], samples: Sequence[Mapping[str, Any]]) -> str | None:
     wanted = [getattr(function, "gold_column", None) for function in functions]
     for name in (*wanted, "answer", "solution"):
-        if isinstance(name, str) and any(gold_text(row.get(name)) is not None for row in samples):
+        if isinstance(name, str) and any(written_gold(row.get(name)) is not None for row in samples):
             return name
     return None
 
@@ -372,7 +372,7 @@ class _Probing:
         self.subjects = subjects
         self.slow = slow
         self.skipped: list[str] = []
-        golds = [gold_text(row.get(column)) if column else None for row in samples]
+        golds = [written_gold(row.get(column)) if column else None for row in samples]
         usable = [place for place, gold in enumerate(golds) if gold is not None] or list(range(len(samples)))
         step = max(1, len(usable) // ROWS)
         self.rows = [samples[place] for place in usable[::step][:ROWS]]

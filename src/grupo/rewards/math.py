@@ -12,10 +12,8 @@ A gold answer that cannot be read gives no reward at all: the verdict is undecid
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
 from fractions import Fraction
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from grupo.errors import ConfigError
 from grupo.rewards.answers import (
@@ -25,11 +23,12 @@ from grupo.rewards.answers import (
     completion_text,
     gold_number,
     last_number,
-    shown_gold,
 )
-from grupo.rewards.exact import ExactNumber, NotExact, within
-from grupo.rewards.expressions import Answer, is_prose, read_answer, same_answer
+from grupo.rewards.exact import ExactNumber, within
+from grupo.rewards.expressions import Answer, read_answer, same_answer
+from grupo.rewards.golds import read_gold, shown_gold
 from grupo.rewards.ranges import with_range
+from grupo.rewards.symbolic import MathVerify
 from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward
 
 Extracted = Extraction | Mapping[str, Any] | None
@@ -37,10 +36,6 @@ Extracted = Extraction | Mapping[str, Any] | None
 
 LIKE_TRL = Extraction(("boxed", "phrase", "last_number"))
 """TRL reads boxes and formulas behind "answer is"; the last number comes on top."""
-_IN_GOLD = Extraction(("boxed", "hash", "phrase"))
-
-if TYPE_CHECKING:
-    from grupo.rewards.symbolic import MathVerify
 
 
 class NumberVerifier(GoldVerifier):
@@ -105,12 +100,8 @@ class MathVerifier(GoldVerifier):
         super().__init__(name, gold_column)
         self.extraction = Extraction.of(extraction, default=BOX_ELSE_NUMBER)
         self.tolerance = checked_tolerance(tolerance)
-        self.formulas: MathVerify | None = None
+        self.formulas = MathVerify(extraction=self.extraction) if by_formula else None
         """Asked about answers that are not found equal here."""
-        if by_formula:
-            from grupo.rewards.symbolic import MathVerify  # which is built upon this module
-
-            self.formulas = MathVerify(extraction=self.extraction)
 
     def can_read(self, gold: Any) -> bool:
         return read_gold(gold) is not None
@@ -274,34 +265,6 @@ def _like_trl(
 def _behind_last(delimiters: Sequence[str], text: str) -> str | None:
     ends = [text.rfind(delimiter) + len(delimiter) for delimiter in delimiters if delimiter in text]
     return text[max(ends) :] if ends else None
-
-
-def read_gold(gold: Any) -> Answer | None:
-    """A gold answer in normal form; None where it is empty, a sentence, or no text and no number.
-
-    Of a solution, its last box counts, else what follows its last `####`, else its last "answer is".
-    """
-    if isinstance(gold, (Real, Decimal)) and not isinstance(gold, bool):
-        number = gold_number(gold)
-        try:
-            return None if number is None else Answer(ExactNumber.from_rational(number))
-        except NotExact:
-            return None
-    written = gold_text(gold) if isinstance(gold, str) else None
-    answer = None if written is None else read_answer(written)
-    if written is None or answer is None:
-        return None
-    # A number with a unit of several words (`5 square miles`) is no sentence.
-    return None if is_prose(written) and answer.unit is None else answer
-
-
-def gold_text(gold: Any) -> str | None:
-    """What a gold answer of text says: its last box, else what follows `####` or "answer is"; a number in digits."""
-    if not isinstance(gold, str):
-        number = gold_number(gold)
-        return None if number is None else str(number)
-    found = _IN_GOLD.find(gold)
-    return gold if found.source is None else found.answer
 
 
 # Verdicts ------------------------------------------------------------------------------------------------------------

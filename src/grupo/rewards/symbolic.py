@@ -22,7 +22,7 @@ from grupo.errors import ConfigError
 from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction
 from grupo.rewards.exact import ExactNumber
 from grupo.rewards.expressions import MAX_LENGTH, Answer, Listing, is_prose, read_answer, same_answer
-from grupo.rewards.math import gold_text, read_gold
+from grupo.rewards.golds import gold_text, read_gold
 from grupo.rewards.values import same_values
 from grupo.rewards.workers import WorkerPool
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction
-from grupo.rewards.math import gold_text, read_gold
+from grupo.rewards.golds import gold_text, read_gold
 
 MAX_LENGTH = 300
 MAX_DEPTH = 30

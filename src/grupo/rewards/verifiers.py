@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import completion_text, shown_gold
+from grupo.rewards.answers import completion_text
+from grupo.rewards.golds import shown_gold
 
 Decision = Literal["right", "wrong", "undecided"]
 
