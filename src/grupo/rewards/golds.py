@@ -16,7 +16,7 @@ _IN_GOLD = Extraction(("boxed", "hash", "phrase"))
 
 
 def final_answer(gold: Any) -> Any:
-    r"""The answer at the end of a written solution: its last box, else what follows its last `####`; else `gold` itself.
+    r"""The answer at the end of a written solution, its last box or what follows its last `####`; else `gold` itself.
 
     Of a sentence in these places its last number counts. A text whose only box is not closed stays as it is, and the
     rewards say that they cannot read it.

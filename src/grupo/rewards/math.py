@@ -29,7 +29,7 @@ from grupo.rewards.expressions import Answer, read_answer, same_answer
 from grupo.rewards.golds import read_gold, shown_gold
 from grupo.rewards.ranges import with_range
 from grupo.rewards.symbolic import MathVerify
-from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward
+from grupo.rewards.verifiers import GoldReward, GoldVerifier, Verdict, compared, unreadable
 
 Extracted = Extraction | Mapping[str, Any] | None
 """An extraction, its fields (as recipes give them), or None for the default."""
@@ -66,7 +66,7 @@ class NumberVerifier(GoldVerifier):
         number = self.number(found)
         if number is None:
             return without_answer(found)
-        return compared(number == expected or within(number, expected, self.tolerance), _shown(number), gold)
+        return compared(within(number, expected, self.tolerance), _shown(number), gold)
 
     def number(self, found: Found) -> Fraction | None:
         """The number that was found; of a text of its own, such as a box, only where the whole of it is one number."""
@@ -134,24 +134,6 @@ class MathVerifier(GoldVerifier):
         """What a completion answers, in normal form."""
         written = self.extraction.find(text).answer
         return None if written is None else read_answer(written)
-
-
-class GoldReward(VerifierReward):
-    """1.0 where a verifier says right, 0.0 where it says wrong; it abstains where the gold answer is unusable."""
-
-    verifier: GoldVerifier
-
-    def __init__(self, verifier: GoldVerifier) -> None:
-        super().__init__(verifier, right=1.0, wrong=0.0, undecided=None)
-
-    @property
-    def gold_column(self) -> str:
-        return self.verifier.gold_column
-
-    @property
-    def unusable_golds(self) -> int:
-        """How many completions had a gold answer that could not be read."""
-        return self.verifier.unusable_golds
 
 
 class NumberMatch(GoldReward):
@@ -267,23 +249,10 @@ def _behind_last(delimiters: Sequence[str], text: str) -> str | None:
     return text[max(ends) :] if ends else None
 
 
-# Verdicts ------------------------------------------------------------------------------------------------------------
-
-
-def unreadable(gold: Any) -> Verdict:
-    return Verdict("undecided", f"the gold answer {shown_gold(gold)} cannot be read")
-
-
 def without_answer(found: Found) -> Verdict:
     if found.source is None:
         return Verdict("wrong", "it has no answer")
     return Verdict("wrong", f"what it answers ({found.source}) cannot be read")
-
-
-def compared(same: bool, answer: str, gold: Any) -> Verdict:
-    if same:
-        return Verdict("right", f"{answer:.80} is the gold answer")
-    return Verdict("wrong", f"{answer:.80} is not the gold answer {shown_gold(gold)}")
 
 
 def checked_tolerance(tolerance: float) -> float:

@@ -16,8 +16,16 @@ from typing import Any
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers import Extraction, completion_text, gold_number
-from grupo.rewards.math import GoldReward, compared, unreadable
-from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward, keyword_signature, reward_from
+from grupo.rewards.verifiers import (
+    GoldReward,
+    GoldVerifier,
+    Verdict,
+    VerifierReward,
+    compared,
+    keyword_signature,
+    reward_from,
+    unreadable,
+)
 
 MAX_EXPRESSION = 300
 """Characters; six numbers with their operators and parentheses take fewer than 60."""

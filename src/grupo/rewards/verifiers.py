@@ -160,6 +160,24 @@ class GoldVerifier(JudgedByGold):
         return [self.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
 
 
+class GoldReward(VerifierReward):
+    """1.0 where a verifier says right, 0.0 where it says wrong; it abstains where the gold answer is unusable."""
+
+    verifier: GoldVerifier
+
+    def __init__(self, verifier: GoldVerifier) -> None:
+        super().__init__(verifier, right=1.0, wrong=0.0, undecided=None)
+
+    @property
+    def gold_column(self) -> str:
+        return self.verifier.gold_column
+
+    @property
+    def unusable_golds(self) -> int:
+        """How many completions had a gold answer that could not be read."""
+        return self.verifier.unusable_golds
+
+
 class GoldScore(JudgedByGold):
     """A reward that compares with the gold answer and knows more than right and wrong."""
 
@@ -175,6 +193,18 @@ class GoldScore(JudgedByGold):
     @abstractmethod
     def score(self, text: str, gold: Any) -> float | None:
         """Of one completion text; None where the gold answer cannot be read."""
+
+
+def unreadable(gold: Any) -> Verdict:
+    """What is said where the gold answer cannot be read."""
+    return Verdict("undecided", f"the gold answer {shown_gold(gold)} cannot be read")
+
+
+def compared(same: bool, answer: str, gold: Any) -> Verdict:
+    """What is said of an answer, in normal form, that was found to be the `same` or not."""
+    if same:
+        return Verdict("right", f"{answer:.80} is the gold answer")
+    return Verdict("wrong", f"{answer:.80} is not the gold answer {shown_gold(gold)}")
 
 
 def keyword_signature(*names: str) -> inspect.Signature:
