@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grupo.errors import RewardError
-from grupo.rewards.answers import completion_text
+from grupo.rewards.answers import completion_texts
 from grupo.rewards.verifiers import Verdict
 
 _DECISIONS = {"right": True, "wrong": False, "undecided": None}
@@ -56,7 +56,7 @@ def disagreement(
     """
     if len(completions) != len(golds):
         raise RewardError(f"disagreement got {len(golds)} gold answers for {len(completions)} completions.")
-    texts = [completion_text(completion) or "" for completion in completions]
+    texts = completion_texts(completions)
     pairs = zip(_verdicts(verifier_a, texts, golds), _verdicts(verifier_b, texts, golds), strict=True)
     compared, differences = 0, []
     for index, (a, b) in enumerate(pairs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from fractions import Fraction
@@ -15,6 +15,8 @@ from grupo.errors import ConfigError, RewardError
 from grupo.names import nearest
 from grupo.rewards.expressions import is_prose
 
+NUMBER_NEEDED = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
+"""What `gold_number` reads, as messages say it."""
 MAX_DIGITS = 1000
 """A longer run of digits is no answer; Python itself refuses to convert more than 4,300."""
 
@@ -67,6 +69,11 @@ def completion_text(completion: Any) -> str | None:
         f"a completion is a string or a list of messages with a 'content'; this one is a {type(completion).__name__}: "
         f"{completion!r:.80}"
     )
+
+
+def completion_texts(completions: Sequence[Any]) -> list[str]:
+    """(n,) the text of each completion, "" where it has none."""
+    return [completion_text(completion) or "" for completion in completions]
 
 
 class Found(NamedTuple):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import completion_text
+from grupo.rewards.answers import completion_texts
 from grupo.rewards.sandbox import (
     Call,
     Job,
@@ -433,7 +433,7 @@ class CodeReward:
         if "isolation" not in self._warned:
             self._warned.add("isolation")
             warn_of_weak_isolation("code_reward")
-        codes = [extract_code(completion_text(completion) or "", self.whole_text) for completion in completions]
+        codes = [extract_code(text, self.whole_text) for text in completion_texts(completions)]
         deadline = time.monotonic() + self.call_seconds
         verdicts = run_together(
             lambda row: self._verdict(codes[row], cells[row], deadline), range(len(codes)), self.workers

@@ -18,13 +18,14 @@ from typing import Any, Literal
 from grupo.errors import ConfigError
 from grupo.rewards.answers import (
     BOX_ELSE_NUMBER,
+    NUMBER_NEEDED,
     Extraction,
     Found,
-    completion_text,
+    completion_texts,
     gold_number,
     last_number,
 )
-from grupo.rewards.exact import ExactNumber, within
+from grupo.rewards.exact import within
 from grupo.rewards.expressions import Answer, read_answer, same_answer
 from grupo.rewards.golds import read_gold, shown_gold
 from grupo.rewards.ranges import with_range
@@ -41,7 +42,7 @@ LIKE_TRL = Extraction(("boxed", "phrase", "last_number"))
 class NumberVerifier(GoldVerifier):
     """Right where the number that the completion answers is the gold number; see `number_match`."""
 
-    needs = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
+    needs = NUMBER_NEEDED
 
     def __init__(
         self,
@@ -76,8 +77,7 @@ class NumberVerifier(GoldVerifier):
         if number is None or found.source == "last_number" or not self.extraction.strict:
             return number
         answer = read_answer(found.answer)
-        whole = answer.form.rational if answer is not None and isinstance(answer.form, ExactNumber) else None
-        return number if number == whole else None
+        return number if answer is not None and number == answer.rational else None
 
 
 class MathVerifier(GoldVerifier):
@@ -207,9 +207,7 @@ def accuracy_reward(
 
     The answer is the last box, else what follows "answer is", else the last number.
     """
-    return _like_trl(
-        "accuracy_reward", [completion_text(completion) for completion in completions], solution, log_extra
-    )
+    return _like_trl("accuracy_reward", completion_texts(completions), solution, log_extra)
 
 
 @with_range(0.0, 1.0)
@@ -226,7 +224,7 @@ def reasoning_accuracy_reward(
         reasoning_delimiters: ends of the reasoning, by default `</think>`; the answer stands behind the last of any.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    texts = [_behind_last(delimiters, completion_text(completion) or "") for completion in completions]
+    texts = [_behind_last(delimiters, text) for text in completion_texts(completions)]
     scores = _like_trl("reasoning_accuracy_reward", texts, solution, log_extra, "[incomplete reasoning]")
     return [0.0 if text is None else score for text, score in zip(texts, scores, strict=True)]
 

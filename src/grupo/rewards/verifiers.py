@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import completion_text
+from grupo.rewards.answers import completion_texts
 from grupo.rewards.golds import shown_gold
 
 Decision = Literal["right", "wrong", "undecided"]
@@ -60,7 +60,7 @@ class VerifierReward:
         self, completions: Sequence[Any], log_extra: Callable[[str, list[Any]], None] | None = None, **columns: Any
     ) -> list[float | None]:
         """A number for each completion (a string, a list of messages, or None); None where it is undecided so."""
-        texts = [completion_text(completion) or "" for completion in completions]
+        texts = completion_texts(completions)
         verdicts = self.verifier(completions=texts, **columns)
         if not isinstance(verdicts, Sequence) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
             raise RewardError(
@@ -128,7 +128,7 @@ class JudgedByGold(ABC):
                 f"{self.__name__} got {len(golds)} gold answers in '{self.gold_column}' for {len(completions)} "
                 "completions; it needs one for each."
             )
-        return [completion_text(completion) or "" for completion in completions], golds
+        return completion_texts(completions), golds
 
     def count_unusable(self, golds: Sequence[Any], unusable: Sequence[bool]) -> None:
         """Counts them, and warns the first time."""
