@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers import completion_texts
@@ -34,8 +34,8 @@ from grupo.rewards.sandbox import (
 )
 from grupo.rewards.verifiers import keyword_signature
 
-Fault = Literal["no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output"]
-FAULTS: tuple[Fault, ...] = ("no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output")
+CodeFault = Literal["no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output"]
+CODE_FAULTS: tuple[CodeFault, ...] = get_args(CodeFault)
 """What can be wrong with a program. `limit`: too many processes, or too much output."""
 
 FLOAT_TOLERANCE = 1e-6
@@ -320,7 +320,7 @@ class CodeVerdict:
 
     passed: int
     total: int
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[CodeFault, ...] = ()
     """One for each test that was run and failed."""
     detail: str = ""
     """Of the first failure: the last line of the error, or what was printed or returned."""
@@ -360,7 +360,7 @@ def judge_code(
     return CodeVerdict(passed, len(tests), tuple(faults), detail)
 
 
-def _fault(run: SandboxRun, test: CodeTest) -> Fault | None:
+def _fault(run: SandboxRun, test: CodeTest) -> CodeFault | None:
     if run.ended == "timeout":
         return "timeout"
     if run.ended == "memory" or run.error == "MemoryError":
@@ -376,7 +376,7 @@ def _fault(run: SandboxRun, test: CodeTest) -> Fault | None:
     return None if test.holds(run) else "wrong_output"
 
 
-def _detail(run: SandboxRun, fault: Fault) -> str:
+def _detail(run: SandboxRun, fault: CodeFault) -> str:
     if fault in ("syntax_error", "exception", "memory") and run.error:
         return f"{run.error}: {run.error_text}"[:200]
     if fault == "exception":
@@ -486,7 +486,7 @@ class CodeReward:
             log_metric("code/unusable_tests", len(unusable))
             log_metric("code/not_run", len(unjudged) - len(unusable))
             log_metric("code/isolated", float(isolation().namespaces))
-            for fault in FAULTS if judged else ():
+            for fault in CODE_FAULTS if judged else ():
                 log_metric(f"code/{fault}", first[fault] / len(judged))
         if log_extra is not None:
             log_extra("code_tests", [f"{v.passed}/{v.total}" if isinstance(v, CodeVerdict) else v for v in verdicts])
@@ -513,7 +513,7 @@ def code_reward(
     """Runs the last ```python block of the completion in a sandbox; the share of its tests that pass, 0 to 1.
 
     0.0 without such a block. Where the tests cannot be read, or could not be run, it abstains (None), counts it and
-    warns once. Logs `code/<fault>`: the share of completions whose first fault is this one, see `FAULTS`.
+    warns once. Logs `code/<fault>`: the share of completions whose first fault is this one, see `CODE_FAULTS`.
 
     Args:
         tests_column: dataset column; see `read_tests` for what may stand in it.
