@@ -152,6 +152,8 @@ class RewardReport:
 
 
 Scores = list[float | None]
+Probe = tuple[Mapping[str, Any], str]
+"""A dataset row and the text of a completion."""
 
 
 @dataclass
@@ -175,7 +177,7 @@ class _Subject:
     def report(self, name: str, seen: str) -> None:
         self.faults.setdefault(name, Fault(name, self.name, seen))
 
-    def score(self, kind: str, probes: Sequence[tuple[Mapping[str, Any], str]]) -> Scores:
+    def score(self, kind: str, probes: Sequence[Probe]) -> Scores:
         """Scores of (row, completion text), None where there is none; notes what goes wrong."""
         if self.broken or not probes:
             return [None] * len(probes)
@@ -188,7 +190,7 @@ class _Subject:
         self._check_values(kind, probes, scores)
         return scores
 
-    def _call(self, kind: str, probes: Sequence[tuple[Mapping[str, Any], str]]) -> Scores | None:
+    def _call(self, kind: str, probes: Sequence[Probe]) -> Scores | None:
         """None where it raised, or gave nothing that could be scored."""
         rows = [row for row, _ in probes]
         try:
@@ -223,7 +225,7 @@ class _Subject:
             self.report("not-finite", f"{failure.message.partition(';')[0]}, {where}.")
         return [score for (score,) in table.scores]
 
-    def _check_values(self, kind: str, probes: Sequence[tuple[Mapping[str, Any], str]], scores: Scores) -> None:
+    def _check_values(self, kind: str, probes: Sequence[Probe], scores: Scores) -> None:
         if self.value_range is None:
             return
         low, high = self.value_range
@@ -380,8 +382,12 @@ class _Probing:
         if not self.has_gold:
             self.skipped.append("whether right answers are paid, since no column holds them (gold_column)")
         self.golds = [golds[place] or "42" for place in usable[::step][:ROWS]]
-        self.texts: dict[str, list[tuple[Mapping[str, Any], str]]] = {}
-        """Kind of probe -> (row, completion)."""
+        self.texts: dict[str, list[Probe]] = {}
+        """By kind."""
+        self.candidates: Sequence[Form] = ()
+        """Forms that were tried: each with its reasoning in several lines, then each in one line."""
+        self.places_of_others: list[int] = []
+        """Rows of the probes `other wrong`."""
         sampled = [(row, text) for row in samples for text in _completions(row)]
         if len(sampled) > SAMPLED:
             sampled = random.Random("sampled completions").sample(sampled, SAMPLED)
@@ -429,12 +435,12 @@ class _Probing:
         for kind, texts in (("empty", EMPTY), ("unicode", UNICODE), ("very long", LONG)):
             self._score(kind, [(rows[place % len(rows)], text) for place, text in enumerate(texts)])
 
-    def _score(self, kind: str, probes: list[tuple[Mapping[str, Any], str]]) -> None:
+    def _score(self, kind: str, probes: list[Probe]) -> None:
         self.texts[kind] = probes
         for subject in self.subjects:
             subject.scores[kind] = subject.score(kind, probes)
 
-    def mixed(self) -> list[tuple[Mapping[str, Any], str]]:
+    def mixed(self) -> list[Probe]:
         """A batch of all sorts."""
         return [probe for kind in ("gold", "wrong", "bare gold", "30 more words", "empty", "unicode")
                 for probe in self.texts[kind][:3]]  # fmt: skip
@@ -536,12 +542,12 @@ def _check_batches(probing: _Probing, subject: _Subject) -> None:
         subject.report(
             "slow", f"It takes {seconds * 1000:.0f} ms per completion, {seconds * 64:.1f} s for 64; {count} were timed."
         )
-    if place := _differing(first, again):
-        subject.report("not-repeatable", f"Called twice on the same batch, {_two(batch, first, again, place)}.")
+    if difference := _difference(batch, first, again):
+        subject.report("not-repeatable", f"Called twice on the same batch, {difference}.")
         return
     turned = subject.score("mixed", batch[::-1])[::-1]
-    if place := _differing(first, turned):
-        subject.report("order-dependent", f"With the batch turned round, {_two(batch, first, turned, place)}.")
+    if difference := _difference(batch, first, turned):
+        subject.report("order-dependent", f"With the batch turned round, {difference}.")
         return
     for parity in (0, 1):
         strangers = [
@@ -550,26 +556,21 @@ def _check_batches(probing: _Probing, subject: _Subject) -> None:
         ]
         beside = subject.score("mixed", strangers)
         kept = [score if index % 2 == parity else first[index] for index, score in enumerate(beside)]
-        if place := _differing(first, kept):
-            subject.report("neighbour-dependent", f"With other neighbours, {_two(batch, first, kept, place)}.")
+        if difference := _difference(batch, first, kept):
+            subject.report("neighbour-dependent", f"With other neighbours, {difference}.")
             return
     alone = [subject.score("mixed", [probe])[0] for probe in batch[:6]]
-    if place := _differing(first[:6], alone):
-        subject.report("neighbour-dependent", f"Scored alone, {_two(batch, first, alone, place)}.")
+    if difference := _difference(batch[:6], first[:6], alone):
+        subject.report("neighbour-dependent", f"Scored alone, {difference}.")
 
 
-def _differing(first: Scores, second: Scores) -> int:
-    """1 + the first place where they differ, 0 if they do not."""
-    for place, (a, b) in enumerate(zip(first, second, strict=True), start=1):
-        if (a is None) != (b is None) or (
-            a is not None and b is not None and not math.isclose(a, b, rel_tol=CLOSE, abs_tol=1e-9)
-        ):
-            return place
-    return 0
-
-
-def _two(batch: Sequence[tuple[Any, str]], first: Scores, second: Scores, place: int) -> str:
-    return f"{_shown(batch[place - 1][1])} gets {_number(first[place - 1])} and {_number(second[place - 1])}"
+def _difference(batch: Sequence[Probe], first: Scores, second: Scores) -> str | None:
+    """The first probe on which two calls differ, and its two scores; None if they do not."""
+    for (_, text), a, b in zip(batch, first, second, strict=True):
+        is_same = a is b if a is None or b is None else math.isclose(a, b, rel_tol=CLOSE, abs_tol=1e-9)
+        if not is_same:
+            return f"{_shown(text)} gets {_number(a)} and {_number(b)}"
+    return None
 
 
 def _check_empty(subject: _Subject) -> None:
