@@ -1,8 +1,8 @@
 """What is wrong with a set of rewards, found before training: `check_rewards` and its report.
 
 Each reward is called on gold answers in many forms, on spoilt ones, on empty, very long and odd texts, and on sampled
-completions where there are some. What it does there is compared with what a reward must and should do; `FAULTS` has the
-names of all that is looked for.
+completions where there are some. What it does there is compared with what a reward must and should do; `FAULTS` of
+`report.py` has the names of all that is looked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from grupo.errors import ConfigError, DataError, RewardError
@@ -37,6 +37,7 @@ from grupo.rewards.probes import (
     variants,
     written_gold,
 )
+from grupo.rewards.report import Fault, Measure, RewardReport
 from grupo.rewards.runner import RewardRunner
 from grupo.rewards.verifiers import GoldVerifier, reward_from
 
@@ -47,109 +48,13 @@ ROWS_OF_FORMS = 2
 SAMPLED = 512
 """So many sampled completions are scored at most."""
 SATURATED = 0.95
+"""A reward that gives so large a share of completions its highest or lowest value hardly tells them apart."""
 LOST_BESIDE = 20.0
 """A reward whose spread is so many times that of all others together leaves nothing of theirs."""
 DISAGREEMENT = 0.02
+"""Share of the answers on which two that tell right from wrong may differ."""
 CLOSE = 1e-6
-
-FAULTS: Mapping[str, str] = MappingProxyType(
-    {
-        "missing-column": "Rename the column or the parameter, or give the parameter a default.",
-        "crash": "Handle such a completion: a reward gets whatever the model writes. Return 0 or None for what it "
-        "cannot read.",
-        "timeout": "Make it faster, above all on long texts: a pattern with nested repetition takes exponential time.",
-        "slow": "Make it faster, or asynchronous if it waits for something; each step waits for the slowest reward.",
-        "wrong-count": "Return one number per completion, in the order of the completions.",
-        "wrong-type": "Return a list of numbers, with None for a completion that cannot be judged.",
-        "not-finite": "Return a finite number, or None to abstain. Guard divisions and logarithms.",
-        "out-of-range": "Correct the value, or the declared value_range.",
-        "abstains": "Give gold answers that the reward can read: see what it says about them.",
-        "constant": "It teaches nothing. If it looks for a format that no probe has, give that as gold_form; if it "
-        "looks for something rare, check it with sampled completions.",
-        "saturated": "Make it harder or finer, so that completions of one prompt differ.",
-        "not-repeatable": "Take out randomness and memory of earlier calls: the same completion must get the same "
-        "score.",
-        "order-dependent": "Score every completion on its own, not by its place in the batch.",
-        "neighbour-dependent": "Score every completion on its own: what else is in the batch differs from process to "
-        "process, and advantages compare completions anyway.",
-        "pays-empty": "Return 0 or less for an empty completion, or the model learns to stop at once.",
-        "prefers-wrong": "The sign is wrong, or the gold column is: compare with the right one.",
-        "accepts-wrong": "Compare the answer as a whole, not whether the gold answer occurs somewhere in the text.",
-        "blind-to-correctness": "Add a reward that compares with the gold answer, or name the gold column "
-        "(gold_column) or the form that the rewards expect (gold_form).",
-        "format-over-correctness": "Lower the weight of the format rewards, or raise that of the right answer: the "
-        "form must be worth less than being right.",
-        "dominates": "Bring the rewards to a common scale with their weights.",
-        "length-bias": "Judge the answer, not the text around it. Where length is meant, take it from completion_ids.",
-        "newline-sensitive": "Let the pattern match line breaks (re.DOTALL in Python): models think in many lines.",
-        "verifiers-disagree": "Read the example, and keep the verifier that is right about it.",
-    }
-)
-"""Name of a fault -> what to do about it."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that is wrong with a reward, or with several together."""
-
-    name: str
-    """One of `FAULTS`."""
-    reward: str
-    """Name of the reward, or of several, joined by ' + '."""
-    seen: str
-    """A sentence with the numbers."""
-
-    @property
-    def remedy(self) -> str:
-        return FAULTS[self.name]
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reward}): {self.seen} {self.remedy}"
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Numbers of one reward; None where there was nothing to measure."""
-
-    gold: float | None
-    """Mean over right answers, in the form that the rewards pay best."""
-    wrong: float | None
-    empty: float | None
-    sampled: float | None
-    share_of_spread: float | None
-    """Its part in the weighted standard deviations of all rewards."""
-    length_correlation: float | None
-    """Pearson's r of score and tokens over the sampled completions."""
-    seconds_per_completion: float | None
-
-
-@dataclass(frozen=True)
-class RewardReport:
-    """What `check_rewards` found."""
-
-    faults: tuple[Fault, ...]
-    measures: Mapping[str, Measure]
-    form: str
-    """How right answers were written, with `{reasoning}` and `{answer}`."""
-    skipped: tuple[str, ...]
-    """What could not be looked at, and why."""
-
-    @property
-    def names(self) -> list[str]:
-        """The different faults."""
-        return list(dict.fromkeys(fault.name for fault in self.faults))
-
-    def __str__(self) -> str:
-        lines = [
-            f"{name}: " + ", ".join(f"{what.replace('_', ' ')} {value:.3g}" for what, value in vars(measure).items()
-                                    if value is not None)
-            for name, measure in self.measures.items()
-        ]  # fmt: skip
-        lines.append(f"answers were written as {self.form!r}")
-        lines += [f"not looked at: {what}" for what in self.skipped]
-        lines += [str(fault) for fault in self.faults] or ["no faults found"]
-        return "\n".join(lines)
-
+"""Scores that differ by less are the same."""
 
 Scores = list[float | None]
 Probe = tuple[Mapping[str, Any], str]
