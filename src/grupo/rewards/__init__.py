@@ -1,4 +1,7 @@
-"""Reward functions: the contract runner, and rewards for answers, format and length. Nothing here imports torch."""
+"""Rewards and verifiers, the runner that calls them, and the check that finds faults in them.
+
+Importing this does not import torch.
+"""
 
 from grupo.rewards.agreement import Disagreement, disagreement
 from grupo.rewards.answers import Extraction, completion_text, extract_answer, extract_boxed, gold_number, last_number

@@ -31,8 +31,9 @@ ROUNDED = 1e-5
 
 
 class MathVerify:
-    """A verifier: is the answer of a completion the gold answer, up to equivalence of formulas?
+    """Is the answer of a completion the gold answer, up to equivalence of formulas? True, False, or None.
 
+    `math_accuracy(verify="math-verify")` is the reward that asks it, and `disagreement` compares it with others.
     It can be pickled, and used from any thread or process; worker processes start when they are first needed.
     """
 
