@@ -237,7 +237,7 @@ def last_number(text: str) -> Fraction | None:
     - `1.5e3` is 1500. `3/4` and `1 3/4` are fractions. `12/4` is a division that was not carried out, and no number.
     - A number inside or directly before a power, root, fraction macro or π is part of a formula, and no number.
     """
-    text = text.replace("{,}", ",").replace(",\\!", ",")
+    text = _with_plain_commas(text)
     last_digit = max(map(text.rfind, "0123456789"))
     if last_digit < 0:
         return None
@@ -256,7 +256,7 @@ def last_number(text: str) -> Fraction | None:
 
 def only_number(text: str) -> Fraction | None:
     """The number in `text`, as `last_number` reads it, where there is no second one: `71 or 72`, `6 * 12` give None."""
-    return last_number(text) if len(_NUMBER_LIKE.findall(text.replace("{,}", ",").replace(",\\!", ","))) == 1 else None
+    return last_number(text) if len(_NUMBER_LIKE.findall(_with_plain_commas(text))) == 1 else None
 
 
 def gold_number(gold: Any) -> Fraction | None:
@@ -278,9 +278,14 @@ def gold_number(gold: Any) -> Fraction | None:
         written = gold.rpartition("####")[2].strip()
     else:
         return None
-    written = written.replace("{,}", ",").replace(",\\!", ",").strip("$ ")
+    written = _with_plain_commas(written).strip("$ ")
     match = _NUMBER_LIKE.fullmatch(written.removesuffix(".").removesuffix("%").removesuffix("\\"))
     return None if match is None else last_number(match.group())
+
+
+def _with_plain_commas(text: str) -> str:
+    """`text` with the commas that LaTeX sets without a space, `{,}` and `,\\!`, as they are in numbers."""
+    return text.replace("{,}", ",").replace(",\\!", ",")
 
 
 def _number(body: str) -> Fraction | None:
