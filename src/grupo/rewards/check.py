@@ -207,7 +207,7 @@ def check_rewards(
     given = [float(weight) for weight in weights or [1.0] * len(functions)]
     # What gives verdicts is made to give numbers.
     opinions = [reward_from(one, right=1.0, wrong=0.0) if isinstance(one, GoldVerifier) else one for one in verifiers]
-    everyone = [*functions, *opinions]
+    everyone: list[Any] = [*functions, *opinions]
     names = RewardRunner(everyone).names
     subjects = [
         _subject(function, name, weight, timeout, vocabulary)
