@@ -11,8 +11,9 @@ from grupo.data.sources import recipe_rewards, recipe_rows
 from grupo.data.tasks import make_task
 from grupo.errors import ConfigError, DataError
 from grupo.recipe import built_in_recipes, load_recipe
-from grupo.rewards.check import RewardReport, check_rewards
+from grupo.rewards.check import check_rewards
 from grupo.rewards.registry import make_reward
+from grupo.rewards.report import RewardReport
 
 NOT_COLUMNS = {"prompt", "completion", "completions", "step", "row", "prompt_id", "replaced"}
 """What a line of a run's completions.jsonl has beside the columns of the dataset."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from grupo.data.prompts import NumberedRows, row_numbers
 from grupo.errors import DataError
-from grupo.rewards.answers import shown_gold
+from grupo.rewards.golds import shown_gold
 from grupo.rewards.verifiers import JudgedByGold
 
 logger = logging.getLogger("grupo")

@@ -1,4 +1,4 @@
-"""The policy in the form that decodes fastest: adapters folded into their layers, linear layers packed.
+"""The policy in the form that decodes fastest: adapters folded in, layers in few operators, linear layers packed.
 
 Decoding multiplies a handful of rows with every weight of the model. The copy that is made here shares modules' code
 and all other tensors with the training model, whose weights are never touched: there is nothing to unmerge and nothing

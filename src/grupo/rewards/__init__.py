@@ -1,9 +1,12 @@
-"""Reward functions: the contract runner, and rewards for answers, format and length. Nothing here imports torch."""
+"""Rewards and verifiers, the runner that calls them, and the check that finds faults in them.
+
+Importing this does not import torch.
+"""
 
 from grupo.rewards.agreement import Disagreement, disagreement
 from grupo.rewards.answers import Extraction, completion_text, extract_answer, extract_boxed, gold_number, last_number
 from grupo.rewards.cheating import no_cheating
-from grupo.rewards.check import FAULTS, Fault, RewardReport, check_rewards
+from grupo.rewards.check import check_rewards
 from grupo.rewards.code import code_reward, extract_code
 from grupo.rewards.format import tag_count, tag_format, think_format_reward
 from grupo.rewards.gsm8k import (
@@ -34,6 +37,7 @@ from grupo.rewards.numeric import banded_answer, number_present, number_score, p
 from grupo.rewards.prose import language_consistency, readability
 from grupo.rewards.puzzles import countdown, number_list, reasoning_gym
 from grupo.rewards.registry import REWARDS, make_reward
+from grupo.rewards.report import FAULTS, Fault, RewardReport
 from grupo.rewards.results import RewardFailure, RewardTable
 from grupo.rewards.rubric import Check, email_rubric, rubric
 from grupo.rewards.runner import RewardRunner, check_column_names, reward_name, run_alone

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grupo.errors import RewardError
-from grupo.rewards.answers import completion_text
+from grupo.rewards.answers import completion_texts
 from grupo.rewards.verifiers import Verdict
 
 _DECISIONS = {"right": True, "wrong": False, "undecided": None}
 
 
-class Judge(Protocol):
-    """Anything with a verdict for one completion text and its gold answer: a `Verdict`, or True, False, and None for
-    undecided."""
+class SupportsJudge(Protocol):
+    """Says of one completion text and its gold answer: a `Verdict`, or True, False, and None for undecided."""
 
     def judge(self, text: str, gold: Any) -> Verdict | bool | None: ...
 
@@ -47,7 +46,7 @@ class Disagreement:
 
 
 def disagreement(
-    verifier_a: Judge, verifier_b: Judge, completions: Sequence[Any], golds: Sequence[Any]
+    verifier_a: SupportsJudge, verifier_b: SupportsJudge, completions: Sequence[Any], golds: Sequence[Any]
 ) -> Disagreement:
     """Compare two verifiers on n completions (texts or lists of messages) and their n gold answers.
 
@@ -56,7 +55,7 @@ def disagreement(
     """
     if len(completions) != len(golds):
         raise RewardError(f"disagreement got {len(golds)} gold answers for {len(completions)} completions.")
-    texts = [completion_text(completion) or "" for completion in completions]
+    texts = completion_texts(completions)
     pairs = zip(_verdicts(verifier_a, texts, golds), _verdicts(verifier_b, texts, golds), strict=True)
     compared, differences = 0, []
     for index, (a, b) in enumerate(pairs):
@@ -68,7 +67,7 @@ def disagreement(
     return Disagreement(len(texts), compared, tuple(differences))
 
 
-def _verdicts(verifier: Judge, texts: Sequence[str], golds: Sequence[Any]) -> list[bool | None]:
+def _verdicts(verifier: SupportsJudge, texts: Sequence[str], golds: Sequence[Any]) -> list[bool | None]:
     judge_all = getattr(verifier, "judge_all", None)
     if judge_all is None:
         verdicts = [verifier.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]

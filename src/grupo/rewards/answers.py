@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from fractions import Fraction
@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from grupo.errors import ConfigError, RewardError
 from grupo.names import nearest
-from grupo.rewards.exact import MAX_BITS
 from grupo.rewards.expressions import is_prose
 
+NUMBER_NEEDED = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
+"""What `gold_number` reads, as messages say it."""
 MAX_DIGITS = 1000
 """A longer run of digits is no answer; Python itself refuses to convert more than 4,300."""
 
@@ -68,6 +69,11 @@ def completion_text(completion: Any) -> str | None:
         f"a completion is a string or a list of messages with a 'content'; this one is a {type(completion).__name__}: "
         f"{completion!r:.80}"
     )
+
+
+def completion_texts(completions: Sequence[Any]) -> list[str]:
+    """(n,) the text of each completion, "" where it has none."""
+    return [completion_text(completion) or "" for completion in completions]
 
 
 class Found(NamedTuple):
@@ -231,7 +237,7 @@ def last_number(text: str) -> Fraction | None:
     - `1.5e3` is 1500. `3/4` and `1 3/4` are fractions. `12/4` is a division that was not carried out, and no number.
     - A number inside or directly before a power, root, fraction macro or π is part of a formula, and no number.
     """
-    text = text.replace("{,}", ",").replace(",\\!", ",")
+    text = _with_plain_commas(text)
     last_digit = max(map(text.rfind, "0123456789"))
     if last_digit < 0:
         return None
@@ -250,7 +256,7 @@ def last_number(text: str) -> Fraction | None:
 
 def only_number(text: str) -> Fraction | None:
     """The number in `text`, as `last_number` reads it, where there is no second one: `71 or 72`, `6 * 12` give None."""
-    return last_number(text) if len(_NUMBER_LIKE.findall(text.replace("{,}", ",").replace(",\\!", ","))) == 1 else None
+    return last_number(text) if len(_NUMBER_LIKE.findall(_with_plain_commas(text))) == 1 else None
 
 
 def gold_number(gold: Any) -> Fraction | None:
@@ -272,9 +278,14 @@ def gold_number(gold: Any) -> Fraction | None:
         written = gold.rpartition("####")[2].strip()
     else:
         return None
-    written = written.replace("{,}", ",").replace(",\\!", ",").strip("$ ")
+    written = _with_plain_commas(written).strip("$ ")
     match = _NUMBER_LIKE.fullmatch(written.removesuffix(".").removesuffix("%").removesuffix("\\"))
     return None if match is None else last_number(match.group())
+
+
+def _with_plain_commas(text: str) -> str:
+    """`text` with the commas that LaTeX sets without a space, `{,}` and `,\\!`, as they are in numbers."""
+    return text.replace("{,}", ",").replace(",\\!", ",")
 
 
 def _number(body: str) -> Fraction | None:
@@ -287,10 +298,3 @@ def _number(body: str) -> Fraction | None:
     if _GROUPED.fullmatch(body):
         return Fraction(body.replace(",", ""))
     return Fraction(body) if _PLAIN.fullmatch(body) else None
-
-
-def shown_gold(gold: Any) -> str:
-    """A gold answer as messages quote it."""
-    if isinstance(gold, int) and gold.bit_length() > MAX_BITS:  # too long for Python to print
-        return "an integer of more than 1,000 digits"
-    return repr(gold)[:80]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.rewards.answers import completion_text
+from grupo.rewards.answers import completion_texts
 from grupo.rewards.code import extract_code
 
 ALLOWED_MODULES = (
@@ -208,7 +208,7 @@ class NoCheating:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
-        found = [self.signs(completion_text(completion) or "") for completion in completions]
+        found = [self.signs(text) for text in completion_texts(completions)]
         if log_extra is not None:
             log_extra("cheating_signs", ["; ".join(signs or []) for signs in found])
         if log_metric is not None and found:

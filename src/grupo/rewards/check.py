@@ -1,8 +1,8 @@
 """What is wrong with a set of rewards, found before training: `check_rewards` and its report.
 
 Each reward is called on gold answers in many forms, on spoilt ones, on empty, very long and odd texts, and on sampled
-completions where there are some. What it does there is compared with what a reward must and should do; `FAULTS` has the
-names of all that is looked for.
+completions where there are some. What it does there is compared with what a reward must and should do; `FAULTS` of
+`report.py` has the names of all that is looked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from grupo.errors import ConfigError, DataError, RewardError
@@ -32,11 +32,12 @@ from grupo.rewards.probes import (
     as_completion,
     columns_of,
     forms,
-    gold_text,
     spoilt,
     token_ids,
     variants,
+    written_gold,
 )
+from grupo.rewards.report import Fault, Measure, RewardReport
 from grupo.rewards.runner import RewardRunner
 from grupo.rewards.verifiers import GoldVerifier, reward_from
 
@@ -47,111 +48,17 @@ ROWS_OF_FORMS = 2
 SAMPLED = 512
 """So many sampled completions are scored at most."""
 SATURATED = 0.95
+"""A reward that gives so large a share of completions its highest or lowest value hardly tells them apart."""
 LOST_BESIDE = 20.0
 """A reward whose spread is so many times that of all others together leaves nothing of theirs."""
 DISAGREEMENT = 0.02
+"""Share of the answers on which two that tell right from wrong may differ."""
 CLOSE = 1e-6
-
-FAULTS: Mapping[str, str] = MappingProxyType(
-    {
-        "missing-column": "Rename the column or the parameter, or give the parameter a default.",
-        "crash": "Handle such a completion: a reward gets whatever the model writes. Return 0 or None for what it "
-        "cannot read.",
-        "timeout": "Make it faster, above all on long texts: a pattern with nested repetition takes exponential time.",
-        "slow": "Make it faster, or asynchronous if it waits for something; each step waits for the slowest reward.",
-        "wrong-count": "Return one number per completion, in the order of the completions.",
-        "wrong-type": "Return a list of numbers, with None for a completion that cannot be judged.",
-        "not-finite": "Return a finite number, or None to abstain. Guard divisions and logarithms.",
-        "out-of-range": "Correct the value, or the declared value_range.",
-        "abstains": "Give gold answers that the reward can read: see what it says about them.",
-        "constant": "It teaches nothing. If it looks for a format that no probe has, give that as gold_form; if it "
-        "looks for something rare, check it with sampled completions.",
-        "saturated": "Make it harder or finer, so that completions of one prompt differ.",
-        "not-repeatable": "Take out randomness and memory of earlier calls: the same completion must get the same "
-        "score.",
-        "order-dependent": "Score every completion on its own, not by its place in the batch.",
-        "neighbour-dependent": "Score every completion on its own: what else is in the batch differs from process to "
-        "process, and advantages compare completions anyway.",
-        "pays-empty": "Return 0 or less for an empty completion, or the model learns to stop at once.",
-        "prefers-wrong": "The sign is wrong, or the gold column is: compare with the right one.",
-        "accepts-wrong": "Compare the answer as a whole, not whether the gold answer occurs somewhere in the text.",
-        "blind-to-correctness": "Add a reward that compares with the gold answer, or name the gold column "
-        "(gold_column) or the form that the rewards expect (gold_form).",
-        "format-over-correctness": "Lower the weight of the format rewards, or raise that of the right answer: the "
-        "form must be worth less than being right.",
-        "dominates": "Bring the rewards to a common scale with their weights.",
-        "length-bias": "Judge the answer, not the text around it. Where length is meant, take it from completion_ids.",
-        "newline-sensitive": "Let the pattern match line breaks (re.DOTALL in Python): models think in many lines.",
-        "verifiers-disagree": "Read the example, and keep the verifier that is right about it.",
-    }
-)
-"""Name of a fault -> what to do about it."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that is wrong with a reward, or with several together."""
-
-    name: str
-    """One of `FAULTS`."""
-    reward: str
-    """Name of the reward, or of several, joined by ' + '."""
-    seen: str
-    """A sentence with the numbers."""
-
-    @property
-    def remedy(self) -> str:
-        return FAULTS[self.name]
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reward}): {self.seen} {self.remedy}"
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Numbers of one reward; None where there was nothing to measure."""
-
-    gold: float | None
-    """Mean over right answers, in the form that the rewards pay best."""
-    wrong: float | None
-    empty: float | None
-    sampled: float | None
-    share_of_spread: float | None
-    """Its part in the weighted standard deviations of all rewards."""
-    length_correlation: float | None
-    """Pearson's r of score and tokens over the sampled completions."""
-    seconds_per_completion: float | None
-
-
-@dataclass(frozen=True)
-class RewardReport:
-    """What `check_rewards` found."""
-
-    faults: tuple[Fault, ...]
-    measures: Mapping[str, Measure]
-    form: str
-    """How right answers were written, with `{reasoning}` and `{answer}`."""
-    skipped: tuple[str, ...]
-    """What could not be looked at, and why."""
-
-    @property
-    def names(self) -> list[str]:
-        """The different faults."""
-        return list(dict.fromkeys(fault.name for fault in self.faults))
-
-    def __str__(self) -> str:
-        lines = [
-            f"{name}: " + ", ".join(f"{what.replace('_', ' ')} {value:.3g}" for what, value in vars(measure).items()
-                                    if value is not None)
-            for name, measure in self.measures.items()
-        ]  # fmt: skip
-        lines.append(f"answers were written as {self.form!r}")
-        lines += [f"not looked at: {what}" for what in self.skipped]
-        lines += [str(fault) for fault in self.faults] or ["no faults found"]
-        return "\n".join(lines)
-
+"""Scores that differ by less are the same."""
 
 Scores = list[float | None]
+Probe = tuple[Mapping[str, Any], str]
+"""A dataset row and the text of a completion."""
 
 
 @dataclass
@@ -175,7 +82,7 @@ class _Subject:
     def report(self, name: str, seen: str) -> None:
         self.faults.setdefault(name, Fault(name, self.name, seen))
 
-    def score(self, kind: str, probes: Sequence[tuple[Mapping[str, Any], str]]) -> Scores:
+    def score(self, kind: str, probes: Sequence[Probe]) -> Scores:
         """Scores of (row, completion text), None where there is none; notes what goes wrong."""
         if self.broken or not probes:
             return [None] * len(probes)
@@ -188,7 +95,7 @@ class _Subject:
         self._check_values(kind, probes, scores)
         return scores
 
-    def _call(self, kind: str, probes: Sequence[tuple[Mapping[str, Any], str]]) -> Scores | None:
+    def _call(self, kind: str, probes: Sequence[Probe]) -> Scores | None:
         """None where it raised, or gave nothing that could be scored."""
         rows = [row for row, _ in probes]
         try:
@@ -223,7 +130,7 @@ class _Subject:
             self.report("not-finite", f"{failure.message.partition(';')[0]}, {where}.")
         return [score for (score,) in table.scores]
 
-    def _check_values(self, kind: str, probes: Sequence[tuple[Mapping[str, Any], str]], scores: Scores) -> None:
+    def _check_values(self, kind: str, probes: Sequence[Probe], scores: Scores) -> None:
         if self.value_range is None:
             return
         low, high = self.value_range
@@ -300,7 +207,7 @@ def check_rewards(
     given = [float(weight) for weight in weights or [1.0] * len(functions)]
     # What gives verdicts is made to give numbers.
     opinions = [reward_from(one, right=1.0, wrong=0.0) if isinstance(one, GoldVerifier) else one for one in verifiers]
-    everyone = [*functions, *opinions]
+    everyone: list[Any] = [*functions, *opinions]
     names = RewardRunner(everyone).names
     subjects = [
         _subject(function, name, weight, timeout, vocabulary)
@@ -350,7 +257,7 @@ def _subject(function: Any, name: str, weight: float, timeout: float, vocabulary
 def _gold_column(functions: Sequence[Any], samples: Sequence[Mapping[str, Any]]) -> str | None:
     wanted = [getattr(function, "gold_column", None) for function in functions]
     for name in (*wanted, "answer", "solution"):
-        if isinstance(name, str) and any(gold_text(row.get(name)) is not None for row in samples):
+        if isinstance(name, str) and any(written_gold(row.get(name)) is not None for row in samples):
             return name
     return None
 
@@ -372,7 +279,7 @@ class _Probing:
         self.subjects = subjects
         self.slow = slow
         self.skipped: list[str] = []
-        golds = [gold_text(row.get(column)) if column else None for row in samples]
+        golds = [written_gold(row.get(column)) if column else None for row in samples]
         usable = [place for place, gold in enumerate(golds) if gold is not None] or list(range(len(samples)))
         step = max(1, len(usable) // ROWS)
         self.rows = [samples[place] for place in usable[::step][:ROWS]]
@@ -380,8 +287,12 @@ class _Probing:
         if not self.has_gold:
             self.skipped.append("whether right answers are paid, since no column holds them (gold_column)")
         self.golds = [golds[place] or "42" for place in usable[::step][:ROWS]]
-        self.texts: dict[str, list[tuple[Mapping[str, Any], str]]] = {}
-        """Kind of probe -> (row, completion)."""
+        self.texts: dict[str, list[Probe]] = {}
+        """By kind."""
+        self.candidates: Sequence[Form] = ()
+        """Forms that were tried: each with its reasoning in several lines, then each in one line."""
+        self.places_of_others: list[int] = []
+        """Rows of the probes `other wrong`."""
         sampled = [(row, text) for row in samples for text in _completions(row)]
         if len(sampled) > SAMPLED:
             sampled = random.Random("sampled completions").sample(sampled, SAMPLED)
@@ -429,12 +340,12 @@ class _Probing:
         for kind, texts in (("empty", EMPTY), ("unicode", UNICODE), ("very long", LONG)):
             self._score(kind, [(rows[place % len(rows)], text) for place, text in enumerate(texts)])
 
-    def _score(self, kind: str, probes: list[tuple[Mapping[str, Any], str]]) -> None:
+    def _score(self, kind: str, probes: list[Probe]) -> None:
         self.texts[kind] = probes
         for subject in self.subjects:
             subject.scores[kind] = subject.score(kind, probes)
 
-    def mixed(self) -> list[tuple[Mapping[str, Any], str]]:
+    def mixed(self) -> list[Probe]:
         """A batch of all sorts."""
         return [probe for kind in ("gold", "wrong", "bare gold", "30 more words", "empty", "unicode")
                 for probe in self.texts[kind][:3]]  # fmt: skip
@@ -536,12 +447,12 @@ def _check_batches(probing: _Probing, subject: _Subject) -> None:
         subject.report(
             "slow", f"It takes {seconds * 1000:.0f} ms per completion, {seconds * 64:.1f} s for 64; {count} were timed."
         )
-    if place := _differing(first, again):
-        subject.report("not-repeatable", f"Called twice on the same batch, {_two(batch, first, again, place)}.")
+    if difference := _difference(batch, first, again):
+        subject.report("not-repeatable", f"Called twice on the same batch, {difference}.")
         return
     turned = subject.score("mixed", batch[::-1])[::-1]
-    if place := _differing(first, turned):
-        subject.report("order-dependent", f"With the batch turned round, {_two(batch, first, turned, place)}.")
+    if difference := _difference(batch, first, turned):
+        subject.report("order-dependent", f"With the batch turned round, {difference}.")
         return
     for parity in (0, 1):
         strangers = [
@@ -550,26 +461,21 @@ def _check_batches(probing: _Probing, subject: _Subject) -> None:
         ]
         beside = subject.score("mixed", strangers)
         kept = [score if index % 2 == parity else first[index] for index, score in enumerate(beside)]
-        if place := _differing(first, kept):
-            subject.report("neighbour-dependent", f"With other neighbours, {_two(batch, first, kept, place)}.")
+        if difference := _difference(batch, first, kept):
+            subject.report("neighbour-dependent", f"With other neighbours, {difference}.")
             return
     alone = [subject.score("mixed", [probe])[0] for probe in batch[:6]]
-    if place := _differing(first[:6], alone):
-        subject.report("neighbour-dependent", f"Scored alone, {_two(batch, first, alone, place)}.")
+    if difference := _difference(batch[:6], first[:6], alone):
+        subject.report("neighbour-dependent", f"Scored alone, {difference}.")
 
 
-def _differing(first: Scores, second: Scores) -> int:
-    """1 + the first place where they differ, 0 if they do not."""
-    for place, (a, b) in enumerate(zip(first, second, strict=True), start=1):
-        if (a is None) != (b is None) or (
-            a is not None and b is not None and not math.isclose(a, b, rel_tol=CLOSE, abs_tol=1e-9)
-        ):
-            return place
-    return 0
-
-
-def _two(batch: Sequence[tuple[Any, str]], first: Scores, second: Scores, place: int) -> str:
-    return f"{_shown(batch[place - 1][1])} gets {_number(first[place - 1])} and {_number(second[place - 1])}"
+def _difference(batch: Sequence[Probe], first: Scores, second: Scores) -> str | None:
+    """The first probe on which two calls differ, and its two scores; None if they do not."""
+    for (_, text), a, b in zip(batch, first, second, strict=True):
+        is_same = a is b if a is None or b is None else math.isclose(a, b, rel_tol=CLOSE, abs_tol=1e-9)
+        if not is_same:
+            return f"{_shown(text)} gets {_number(a)} and {_number(b)}"
+    return None
 
 
 def _check_empty(subject: _Subject) -> None:

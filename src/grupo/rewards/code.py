@@ -18,10 +18,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import completion_text
+from grupo.rewards.answers import completion_texts
 from grupo.rewards.sandbox import (
     Call,
     Job,
@@ -34,8 +34,8 @@ from grupo.rewards.sandbox import (
 )
 from grupo.rewards.verifiers import keyword_signature
 
-Fault = Literal["no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output"]
-FAULTS: tuple[Fault, ...] = ("no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output")
+CodeFault = Literal["no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output"]
+CODE_FAULTS: tuple[CodeFault, ...] = get_args(CodeFault)
 """What can be wrong with a program. `limit`: too many processes, or too much output."""
 
 FLOAT_TOLERANCE = 1e-6
@@ -320,7 +320,7 @@ class CodeVerdict:
 
     passed: int
     total: int
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[CodeFault, ...] = ()
     """One for each test that was run and failed."""
     detail: str = ""
     """Of the first failure: the last line of the error, or what was printed or returned."""
@@ -328,6 +328,17 @@ class CodeVerdict:
     @property
     def is_right(self) -> bool:
         return self.passed == self.total
+
+
+@dataclass(frozen=True)
+class NotJudged:
+    """Why a program has no verdict."""
+
+    kind: Literal["unusable tests", "not run"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.reason}"
 
 
 def judge_code(
@@ -360,7 +371,7 @@ def judge_code(
     return CodeVerdict(passed, len(tests), tuple(faults), detail)
 
 
-def _fault(run: SandboxRun, test: CodeTest) -> Fault | None:
+def _fault(run: SandboxRun, test: CodeTest) -> CodeFault | None:
     if run.ended == "timeout":
         return "timeout"
     if run.ended == "memory" or run.error == "MemoryError":
@@ -376,7 +387,7 @@ def _fault(run: SandboxRun, test: CodeTest) -> Fault | None:
     return None if test.holds(run) else "wrong_output"
 
 
-def _detail(run: SandboxRun, fault: Fault) -> str:
+def _detail(run: SandboxRun, fault: CodeFault) -> str:
     if fault in ("syntax_error", "exception", "memory") and run.error:
         return f"{run.error}: {run.error_text}"[:200]
     if fault == "exception":
@@ -433,7 +444,7 @@ class CodeReward:
         if "isolation" not in self._warned:
             self._warned.add("isolation")
             warn_of_weak_isolation("code_reward")
-        codes = [extract_code(completion_text(completion) or "", self.whole_text) for completion in completions]
+        codes = [extract_code(text, self.whole_text) for text in completion_texts(completions)]
         deadline = time.monotonic() + self.call_seconds
         verdicts = run_together(
             lambda row: self._verdict(codes[row], cells[row], deadline), range(len(codes)), self.workers
@@ -441,60 +452,62 @@ class CodeReward:
         self._report(verdicts, log_extra, log_metric)
         return [self._score(verdict) if isinstance(verdict, CodeVerdict) else None for verdict in verdicts]
 
-    def _verdict(self, code: str | None, cell: Any, deadline: float) -> CodeVerdict | str:
-        """The verdict, or why there is none."""
+    def _verdict(self, code: str | None, cell: Any, deadline: float) -> CodeVerdict | NotJudged:
         try:
             tests = read_tests(cell)
         except ValueError as error:
-            return f"unusable tests: {error}"
+            return NotJudged("unusable tests", str(error))
         if code is None:
             return CodeVerdict(0, len(tests), ("no_code",))
         if time.monotonic() > deadline:
-            return f"not run: the call had already taken call_seconds={self.call_seconds:g} s"
+            return NotJudged("not run", f"the call had already taken call_seconds={self.call_seconds:g} s")
         try:
             return judge_code(
                 code, tests, self.limits, all_or_nothing=not self.per_test, site_packages=self.site_packages
             )
         except RewardError as error:
-            return f"not run: {error}"
+            return NotJudged("not run", str(error))
 
     def _score(self, verdict: CodeVerdict) -> float:
         return verdict.passed / verdict.total if self.per_test else float(verdict.is_right)
 
     def _report(
         self,
-        verdicts: Sequence[CodeVerdict | str],
+        verdicts: Sequence[CodeVerdict | NotJudged],
         log_extra: Callable[[str, list[Any]], None] | None,
         log_metric: Callable[[str, float], None] | None,
     ) -> None:
         judged = [verdict for verdict in verdicts if isinstance(verdict, CodeVerdict)]
-        unjudged = [verdict for verdict in verdicts if isinstance(verdict, str)]
-        unusable = [reason for reason in unjudged if reason.startswith("unusable")]
-        self.unusable_tests += len(unusable)
+        not_judged = [verdict for verdict in verdicts if isinstance(verdict, NotJudged)]
+        kinds = Counter(one.kind for one in not_judged)
+        self.unusable_tests += kinds["unusable tests"]
         first = Counter(verdict.faults[0] for verdict in judged if verdict.faults)
         self.faults.update(first)
-        for kind in ("unusable", "not run"):
-            reasons = [reason for reason in unjudged if reason.startswith(kind)]
-            if reasons and kind not in self._warned:
-                self._warned.add(kind)
+        for one in not_judged:
+            if one.kind not in self._warned:
+                self._warned.add(one.kind)
                 warnings.warn(
-                    f"code_reward abstains on {len(reasons)} of {len(verdicts)} completions (column "
-                    f"'{self.tests_column}'), here and in later batches: {reasons[0]}.",
+                    f"code_reward abstains on {kinds[one.kind]} of {len(verdicts)} completions (column "
+                    f"'{self.tests_column}'), here and in later batches: {one}.",
                     stacklevel=4,
                 )
         if log_metric is not None:
-            log_metric("code/unusable_tests", len(unusable))
-            log_metric("code/not_run", len(unjudged) - len(unusable))
+            log_metric("code/unusable_tests", kinds["unusable tests"])
+            log_metric("code/not_run", kinds["not run"])
             log_metric("code/isolated", float(isolation().namespaces))
-            for fault in FAULTS if judged else ():
+            for fault in CODE_FAULTS if judged else ():
                 log_metric(f"code/{fault}", first[fault] / len(judged))
         if log_extra is not None:
-            log_extra("code_tests", [f"{v.passed}/{v.total}" if isinstance(v, CodeVerdict) else v for v in verdicts])
-            log_extra("code_error", [_shown(verdict) for verdict in verdicts])
+            log_extra("code_tests", [_passed(verdict) for verdict in verdicts])
+            log_extra("code_error", [_first_fault(verdict) for verdict in verdicts])
 
 
-def _shown(verdict: CodeVerdict | str) -> str:
-    if isinstance(verdict, str) or not verdict.faults:
+def _passed(verdict: CodeVerdict | NotJudged) -> str:
+    return f"{verdict.passed}/{verdict.total}" if isinstance(verdict, CodeVerdict) else str(verdict)
+
+
+def _first_fault(verdict: CodeVerdict | NotJudged) -> str:
+    if isinstance(verdict, NotJudged) or not verdict.faults:
         return ""
     return f"{verdict.faults[0]}: {verdict.detail}" if verdict.detail else verdict.faults[0]
 
@@ -513,7 +526,7 @@ def code_reward(
     """Runs the last ```python block of the completion in a sandbox; the share of its tests that pass, 0 to 1.
 
     0.0 without such a block. Where the tests cannot be read, or could not be run, it abstains (None), counts it and
-    warns once. Logs `code/<fault>`: the share of completions whose first fault is this one, see `FAULTS`.
+    warns once. Logs `code/<fault>`: the share of completions whose first fault is this one, see `CODE_FAULTS`.
 
     Args:
         tests_column: dataset column; see `read_tests` for what may stand in it.

@@ -56,6 +56,11 @@ class Answer:
     name: str | None = None
     """What stood left of an equals sign, as the x of `x = 5`; compared only where both answers have one."""
 
+    @property
+    def rational(self) -> Fraction | None:
+        """The value where the answer is one rational number."""
+        return self.form.rational if isinstance(self.form, ExactNumber) else None
+
     def __str__(self) -> str:
         return f"{self.name + ' = ' if self.name else ''}{self.form}{' ' + self.unit if self.unit else ''}"
 

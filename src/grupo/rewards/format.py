@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.rewards.answers import completion_text
-from grupo.rewards.ranges import score_range
-from grupo.rewards.verifiers import with_range
+from grupo.rewards.answers import completion_texts
+from grupo.rewards.ranges import score_range, with_range
 
 Tag = str | Sequence[str]
 
@@ -63,11 +62,10 @@ class Tagged:
         self, completions: Sequence[Any], prompts: Sequence[Any] | None, prompt_texts: Sequence[str] | None
     ) -> list[tuple[str, bool]]:
         """(text, whether its prompt ended in the first opening mark) of each completion."""
-        given = prompt_texts if prompt_texts is not None else prompts
-        opened = [self._is_open(None if given is None else given[row]) for row in range(len(completions))]
+        given = prompts if prompt_texts is None else prompt_texts
         return [
-            (completion_text(completion) or "", is_open)
-            for completion, is_open in zip(completions, opened, strict=True)
+            (text, self._is_open(None if given is None else given[row]))
+            for row, text in enumerate(completion_texts(completions))
         ]
 
     def _is_open(self, prompt: Any) -> bool:
@@ -218,8 +216,7 @@ def think_format_reward(
     completion must not open it again (TRL issue 6966). `tag_format` is stricter, and takes other tags.
     """
     scores = []
-    for row, completion in enumerate(completions):
-        text = completion_text(completion) or ""
+    for row, text in enumerate(completion_texts(completions)):
         if prompt_texts is not None and prompt_texts[row].rstrip().endswith("<think>"):
             text = "<think>" + text
         scores.append(float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text))

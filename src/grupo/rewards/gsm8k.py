@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.rewards.answers import completion_text
+from grupo.rewards.answers import completion_texts
 from grupo.rewards.format import TagCount, TagFormat, block_content, tag_marks
 from grupo.rewards.numeric import NumberScore
 from grupo.rewards.ranges import score_range
@@ -42,7 +42,7 @@ class Integer:
         tag_marks((tag,))
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        texts = [completion_text(completion) or "" for completion in completions]
+        texts = completion_texts(completions)
         return [self.score if self.is_integer(text) else 0.0 for text in texts]
 
     def is_integer(self, text: str) -> bool:
@@ -221,7 +221,7 @@ class LiteralFormat:
         self.score, self.pattern = float(score), re.compile(pattern)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        texts = [completion_text(completion) or "" for completion in completions]
+        texts = completion_texts(completions)
         return [self.score if self.pattern.match(text) else 0.0 for text in texts]
 
 
@@ -237,7 +237,7 @@ class LiteralTagCount:
         self.value_range = (-math.inf, max(4 * score, 3 * score + tail_penalty))
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        return [self.count(completion_text(completion) or "") for completion in completions]
+        return [self.count(text) for text in completion_texts(completions)]
 
     def count(self, text: str) -> float:
         total = 0.0

@@ -62,7 +62,7 @@ _WORTH_A_RETRY: frozenset[Kind] = frozenset({"timeout", "connection", "rate_limi
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JudgeVerdict:
     """What the judge said of one completion."""
 
     score: float
@@ -85,19 +85,19 @@ class VerdictCache:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else Path(path)
-        self._verdicts: dict[str, Verdict] = {}
+        self._verdicts: dict[str, JudgeVerdict] = {}
         if self.path is not None and self.path.exists():
             for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     entry = json.loads(line)
-                    self._keep(entry["key"], Verdict(float(entry["score"]), str(entry["reason"])))
+                    self._keep(entry["key"], JudgeVerdict(float(entry["score"]), str(entry["reason"])))
                 except (ValueError, KeyError, TypeError):  # the last line of a run that was killed
                     continue
 
-    def get(self, key: str) -> Verdict | None:
+    def get(self, key: str) -> JudgeVerdict | None:
         return self._verdicts.get(key)
 
-    def put(self, key: str, verdict: Verdict) -> None:
+    def put(self, key: str, verdict: JudgeVerdict) -> None:
         self._keep(key, verdict)
         if self.path is not None:
             line = json.dumps({"key": key, "score": verdict.score, "reason": verdict.reason})
@@ -106,7 +106,7 @@ class VerdictCache:
                 # One write per line, and a line end on both sides: other processes append too, or were cut off.
                 file.write(f"\n{line}\n")
 
-    def _keep(self, key: str, verdict: Verdict) -> None:
+    def _keep(self, key: str, verdict: JudgeVerdict) -> None:
         self._verdicts[key] = verdict
         if len(self._verdicts) > CACHE_ENTRIES:
             del self._verdicts[next(iter(self._verdicts))]
@@ -125,7 +125,7 @@ class _Batch:
 
 @dataclass
 class _Outcome:
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, JudgeVerdict] = field(default_factory=dict)
     failures: dict[str, NoVerdict] = field(default_factory=dict)
     requests: int = 0
 
@@ -267,7 +267,7 @@ class LLMJudge:
                 results = await asyncio.gather(*tasks.values(), return_exceptions=True)
         outcome.requests = batch.requests
         for key, result in zip(tasks, results, strict=True):
-            if isinstance(result, Verdict):
+            if isinstance(result, JudgeVerdict):
                 outcome.verdicts[key] = result
             elif isinstance(result, NoVerdict):
                 outcome.failures[key] = result
@@ -278,7 +278,7 @@ class LLMJudge:
                 raise result
         return outcome
 
-    async def _judge(self, batch: _Batch, key: str, question: list[dict[str, str]]) -> Verdict:
+    async def _judge(self, batch: _Batch, key: str, question: list[dict[str, str]]) -> JudgeVerdict:
         """One verdict, with retries; it goes into the cache at once, as the batch may run out of time.
 
         Raises:
@@ -314,7 +314,7 @@ class LLMJudge:
             return failure.wait
         return min(FIRST_WAIT * 2.0**attempt, LONGEST_WAIT) * self._jitter.uniform(0.75, 1.25)
 
-    async def _ask(self, batch: _Batch, messages: list[dict[str, str]]) -> Verdict:
+    async def _ask(self, batch: _Batch, messages: list[dict[str, str]]) -> JudgeVerdict:
         """One request, or two where it turns out that the server knows no JSON schema."""
         fields = {"model": self.model, "messages": messages, **self.request}
         body = {name: value for name, value in fields.items() if value is not None}
@@ -346,7 +346,7 @@ class LLMJudge:
         except http.HTTPError as error:
             raise NoVerdict("connection", f"{type(error).__name__}: {error}".removesuffix(": ")) from None
 
-    def _verdict(self, response: Any) -> Verdict:
+    def _verdict(self, response: Any) -> JudgeVerdict:
         """Raises `NoVerdict` for everything but a reply with a grade on the scale."""
         status = response.status_code
         if status != 200:
@@ -406,7 +406,7 @@ class LLMJudge:
         outcome: _Outcome,
         log_extra: Callable[[str, list[Any]], None] | None,
         log_metric: Callable[[str, float], None] | None,
-        verdicts: Mapping[str, Verdict],
+        verdicts: Mapping[str, JudgeVerdict],
     ) -> None:
         failed = [outcome.failures[key] for key in rows if key is not None and key in outcome.failures]
         counts = Counter(failure.kind for failure in failed)
@@ -521,7 +521,7 @@ def llm_judge(
     )
 
 
-def parse_verdict(text: str, scale: tuple[float, float]) -> Verdict | None:
+def parse_verdict(text: str, scale: tuple[float, float]) -> JudgeVerdict | None:
     """The verdict of a reply that is one JSON object, behind a closed think block and inside a code fence at most.
 
     An object somewhere in other text does not count: it may be one that the judge quotes from the answer. Nor does one
@@ -538,7 +538,7 @@ def parse_verdict(text: str, scale: tuple[float, float]) -> Verdict | None:
     score = entry.get("score")
     if isinstance(score, bool) or not isinstance(score, (int, float)) or not scale[0] <= score <= scale[1]:
         return None
-    return Verdict(float(score), str(entry.get("reason", "")))
+    return JudgeVerdict(float(score), str(entry.get("reason", "")))
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

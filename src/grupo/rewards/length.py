@@ -72,7 +72,7 @@ class CosineScaled:
             raise ConfigError(f"max_len={max_len} leaves no schedule: it is the length in tokens at which it ends.")
         self.__name__ = "cosine_scaled_reward"
         self.value_range = score_range(
-            "cosine_scaled_reward",
+            self.__name__,
             min_value_wrong=min_value_wrong,
             max_value_wrong=max_value_wrong,
             min_value_correct=min_value_correct,
@@ -82,7 +82,6 @@ class CosineScaled:
         # (at length 0, at max_len): short is best when right, and worst when wrong.
         self.right = (max_value_correct, min_value_correct)
         self.wrong = (min_value_wrong, max_value_wrong)
-        self.value_range = (float(min(self.right + self.wrong)), float(max(self.right + self.wrong)))
         self.verifier = MathVerifier(gold_column, LIKE_TRL, name=self.__name__)
         names = ("completions", gold_column, "completion_ids")
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]

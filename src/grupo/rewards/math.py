@@ -12,40 +12,37 @@ A gold answer that cannot be read gives no reward at all: the verdict is undecid
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
 from fractions import Fraction
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from grupo.errors import ConfigError
 from grupo.rewards.answers import (
     BOX_ELSE_NUMBER,
+    NUMBER_NEEDED,
     Extraction,
     Found,
-    completion_text,
+    completion_texts,
     gold_number,
     last_number,
-    shown_gold,
 )
-from grupo.rewards.exact import ExactNumber, NotExact, within
-from grupo.rewards.expressions import Answer, is_prose, read_answer, same_answer
-from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward, with_range
+from grupo.rewards.exact import within
+from grupo.rewards.expressions import Answer, read_answer, same_answer
+from grupo.rewards.golds import read_gold, shown_gold
+from grupo.rewards.ranges import with_range
+from grupo.rewards.symbolic import MathVerify
+from grupo.rewards.verifiers import GoldReward, GoldVerifier, Verdict, compared, unreadable
 
 Extracted = Extraction | Mapping[str, Any] | None
 """An extraction, its fields (as recipes give them), or None for the default."""
 
 LIKE_TRL = Extraction(("boxed", "phrase", "last_number"))
 """TRL reads boxes and formulas behind "answer is"; the last number comes on top."""
-_IN_GOLD = Extraction(("boxed", "hash", "phrase"))
-
-if TYPE_CHECKING:
-    from grupo.rewards.symbolic import MathVerify
 
 
 class NumberVerifier(GoldVerifier):
     """Right where the number that the completion answers is the gold number; see `number_match`."""
 
-    needs = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
+    needs = NUMBER_NEEDED
 
     def __init__(
         self,
@@ -70,7 +67,7 @@ class NumberVerifier(GoldVerifier):
         number = self.number(found)
         if number is None:
             return without_answer(found)
-        return compared(number == expected or within(number, expected, self.tolerance), _shown(number), gold)
+        return compared(within(number, expected, self.tolerance), _shown(number), gold)
 
     def number(self, found: Found) -> Fraction | None:
         """The number that was found; of a text of its own, such as a box, only where the whole of it is one number."""
@@ -80,8 +77,7 @@ class NumberVerifier(GoldVerifier):
         if number is None or found.source == "last_number" or not self.extraction.strict:
             return number
         answer = read_answer(found.answer)
-        whole = answer.form.rational if answer is not None and isinstance(answer.form, ExactNumber) else None
-        return number if number == whole else None
+        return number if answer is not None and number == answer.rational else None
 
 
 class MathVerifier(GoldVerifier):
@@ -104,12 +100,8 @@ class MathVerifier(GoldVerifier):
         super().__init__(name, gold_column)
         self.extraction = Extraction.of(extraction, default=BOX_ELSE_NUMBER)
         self.tolerance = checked_tolerance(tolerance)
-        self.formulas: MathVerify | None = None
+        self.formulas = MathVerify(extraction=self.extraction) if by_formula else None
         """Asked about answers that are not found equal here."""
-        if by_formula:
-            from grupo.rewards.symbolic import MathVerify  # which is built upon this module
-
-            self.formulas = MathVerify(extraction=self.extraction)
 
     def can_read(self, gold: Any) -> bool:
         return read_gold(gold) is not None
@@ -142,24 +134,6 @@ class MathVerifier(GoldVerifier):
         """What a completion answers, in normal form."""
         written = self.extraction.find(text).answer
         return None if written is None else read_answer(written)
-
-
-class GoldReward(VerifierReward):
-    """1.0 where a verifier says right, 0.0 where it says wrong; it abstains where the gold answer is unusable."""
-
-    verifier: GoldVerifier
-
-    def __init__(self, verifier: GoldVerifier) -> None:
-        super().__init__(verifier, right=1.0, wrong=0.0, undecided=None)
-
-    @property
-    def gold_column(self) -> str:
-        return self.verifier.gold_column
-
-    @property
-    def unusable_golds(self) -> int:
-        """How many completions had a gold answer that could not be read."""
-        return self.verifier.unusable_golds
 
 
 class NumberMatch(GoldReward):
@@ -233,9 +207,7 @@ def accuracy_reward(
 
     The answer is the last box, else what follows "answer is", else the last number.
     """
-    return _like_trl(
-        "accuracy_reward", [completion_text(completion) for completion in completions], solution, log_extra
-    )
+    return _like_trl("accuracy_reward", completion_texts(completions), solution, log_extra)
 
 
 @with_range(0.0, 1.0)
@@ -252,7 +224,7 @@ def reasoning_accuracy_reward(
         reasoning_delimiters: ends of the reasoning, by default `</think>`; the answer stands behind the last of any.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    texts = [_behind_last(delimiters, completion_text(completion) or "") for completion in completions]
+    texts = [_behind_last(delimiters, text) for text in completion_texts(completions)]
     scores = _like_trl("reasoning_accuracy_reward", texts, solution, log_extra, "[incomplete reasoning]")
     return [0.0 if text is None else score for text, score in zip(texts, scores, strict=True)]
 
@@ -275,51 +247,10 @@ def _behind_last(delimiters: Sequence[str], text: str) -> str | None:
     return text[max(ends) :] if ends else None
 
 
-def read_gold(gold: Any) -> Answer | None:
-    """A gold answer in normal form; None where it is empty, a sentence, or no text and no number.
-
-    Of a solution, its last box counts, else what follows its last `####`, else its last "answer is".
-    """
-    if isinstance(gold, (Real, Decimal)) and not isinstance(gold, bool):
-        number = gold_number(gold)
-        try:
-            return None if number is None else Answer(ExactNumber.from_rational(number))
-        except NotExact:
-            return None
-    written = gold_text(gold) if isinstance(gold, str) else None
-    answer = None if written is None else read_answer(written)
-    if written is None or answer is None:
-        return None
-    # A number with a unit of several words (`5 square miles`) is no sentence.
-    return None if is_prose(written) and answer.unit is None else answer
-
-
-def gold_text(gold: Any) -> str | None:
-    """What a gold answer of text says: its last box, else what follows `####` or "answer is"; a number in digits."""
-    if not isinstance(gold, str):
-        number = gold_number(gold)
-        return None if number is None else str(number)
-    found = _IN_GOLD.find(gold)
-    return gold if found.source is None else found.answer
-
-
-# Verdicts ------------------------------------------------------------------------------------------------------------
-
-
-def unreadable(gold: Any) -> Verdict:
-    return Verdict("undecided", f"the gold answer {shown_gold(gold)} cannot be read")
-
-
 def without_answer(found: Found) -> Verdict:
     if found.source is None:
         return Verdict("wrong", "it has no answer")
     return Verdict("wrong", f"what it answers ({found.source}) cannot be read")
-
-
-def compared(same: bool, answer: str, gold: Any) -> Verdict:
-    if same:
-        return Verdict("right", f"{answer:.80} is the gold answer")
-    return Verdict("wrong", f"{answer:.80} is not the gold answer {shown_gold(gold)}")
 
 
 def checked_tolerance(tolerance: float) -> float:

@@ -17,8 +17,14 @@ from typing import Any
 
 from grupo.errors import ConfigError, RewardError
 from grupo.names import nearest
-from grupo.rewards.answers import completion_text, extract_boxed, gold_number, last_number, only_number
-from grupo.rewards.exact import ExactNumber
+from grupo.rewards.answers import (
+    NUMBER_NEEDED,
+    completion_texts,
+    extract_boxed,
+    gold_number,
+    last_number,
+    only_number,
+)
 from grupo.rewards.expressions import read_answer
 from grupo.rewards.format import Tag, block_content, tag_marks
 from grupo.rewards.ranges import score_range
@@ -50,7 +56,7 @@ def answer_number(text: str, tag: Tag | None = None) -> Fraction | None:
         text = block
     if "\\boxed" in text or "\\fbox" in text:
         answer = read_answer(extract_boxed(text) or "")
-        return answer.form.rational if answer is not None and isinstance(answer.form, ExactNumber) else None
+        return None if answer is None else answer.rational
     return last_number(text) if tag is None else only_number(text)
 
 
@@ -63,14 +69,14 @@ class NumberPresent:
         self.present, self.missing, self.tag = float(present), float(missing), _checked(tag)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        numbers = [answer_number(completion_text(completion) or "", self.tag) for completion in completions]
+        numbers = [answer_number(text, self.tag) for text in completion_texts(completions)]
         return [self.missing if number is None else self.present for number in numbers]
 
 
 class NumberReward(GoldScore):
     """A reward for the number of a completion, given the gold number."""
 
-    needs = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
+    needs = NUMBER_NEEDED
 
     def __init__(self, name: str, gold_column: str, tag: Tag | None) -> None:
         super().__init__(name, gold_column)

@@ -80,7 +80,7 @@ def forms(expected: Iterable[Marks] = ()) -> list[Form]:
 _LAST_DIGITS = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 
 
-def gold_text(gold: Any) -> str | None:
+def written_gold(gold: Any) -> str | None:
     """A gold answer as a completion would give it; None where it is neither text nor number."""
     answer = final_answer(gold)
     if isinstance(answer, str):

@@ -10,7 +10,7 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.names import nearest
-from grupo.rewards.answers import completion_text
+from grupo.rewards.answers import completion_texts
 
 SCRIPTS = (
     "arabic", "armenian", "bengali", "bopomofo", "cjk", "cyrillic", "devanagari", "ethiopic", "georgian", "greek",
@@ -41,7 +41,7 @@ class LanguageConsistency:
             )
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        return [self.share(completion_text(completion) or "") for completion in completions]
+        return [self.share(text) for text in completion_texts(completions)]
 
     def share(self, text: str) -> float:
         letters = [script_of(letter) for letter in _FORMULAS.sub(" ", text) if letter.isalpha()]
@@ -70,7 +70,7 @@ class Readability:
         self.easy, self.hard, self.min_words = easy, hard, min_words
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        return [self.score(completion_text(completion) or "") for completion in completions]
+        return [self.score(text) for text in completion_texts(completions)]
 
     def score(self, text: str) -> float:
         if len(_WORD.findall(text)) < self.min_words:

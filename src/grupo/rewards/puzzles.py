@@ -15,9 +15,17 @@ from fractions import Fraction
 from typing import Any
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import Extraction, completion_text, gold_number
-from grupo.rewards.math import GoldReward, compared, unreadable
-from grupo.rewards.verifiers import GoldVerifier, Verdict, VerifierReward, keyword_signature, reward_from
+from grupo.rewards.answers import Extraction, completion_texts, gold_number
+from grupo.rewards.verifiers import (
+    GoldReward,
+    GoldVerifier,
+    Verdict,
+    VerifierReward,
+    compared,
+    keyword_signature,
+    reward_from,
+    unreadable,
+)
 
 MAX_EXPRESSION = 300
 """Characters; six numbers with their operators and parentheses take fewer than 60."""
@@ -150,11 +158,9 @@ class CountdownVerifier:
         self._warned = False
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
-        puzzles = zip(columns[self.numbers_column], columns[self.target_column], strict=True)
-        return [
-            self.judge(completion_text(completion) or "", numbers, target)
-            for completion, (numbers, target) in zip(completions, puzzles, strict=True)
-        ]
+        texts = completion_texts(completions)
+        rows = zip(texts, columns[self.numbers_column], columns[self.target_column], strict=True)
+        return [self.judge(text, numbers, target) for text, numbers, target in rows]
 
     def judge(self, text: str, numbers: Any, target: Any) -> Verdict:
         """Undecided where the puzzle itself cannot be read."""
@@ -266,7 +272,7 @@ class ReasoningGym:
         self.__signature__ = keyword_signature("completions", entry_column)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        texts = [completion_text(completion) or "" for completion in completions]
+        texts = completion_texts(completions)
         return [self.judge(text, entry) for text, entry in zip(texts, columns[self.entry_column], strict=True)]
 
     def judge(self, text: str, entry: Mapping[str, Any]) -> float:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Real
+from typing import Any, TypeVar
 
 from grupo.errors import ConfigError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def score_range(reward: str, **scores: float) -> tuple[float, float]:
@@ -18,3 +22,13 @@ def score_range(reward: str, **scores: float) -> tuple[float, float]:
         if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
             raise ConfigError(f"{reward}({name}={score!r}) is no score: give a finite number.")
     return float(min(scores.values())), float(max(scores.values()))
+
+
+def with_range(lowest: float, highest: float) -> Callable[[_Function], _Function]:
+    """A decorator that says the range of a reward that is a plain function."""
+
+    def say(function: _Function) -> _Function:
+        vars(function)["value_range"] = (lowest, highest)
+        return function
+
+    return say

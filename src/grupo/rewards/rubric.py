@@ -16,7 +16,7 @@ from typing import Any
 
 from grupo.errors import ConfigError, RewardError
 from grupo.names import nearest
-from grupo.rewards.answers import completion_text
+from grupo.rewards.answers import completion_texts
 from grupo.rewards.ranges import score_range
 from grupo.rewards.verifiers import keyword_signature
 
@@ -69,8 +69,7 @@ class Rubric:
         """The points of each completion; the share that passes each check goes to `log_metric`."""
         totals = [0.0] * len(completions)
         passed: dict[str, list[float]] = {check.name: [] for check in self.checks}
-        for index, completion in enumerate(completions):
-            text = completion_text(completion) or ""
+        for index, text in enumerate(completion_texts(completions)):
             row = {column: columns[column][index] for column in self.columns}
             for check in self.checks:
                 share = _share(check, text, row)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from grupo.errors import ConfigError, RewardError
+from grupo.rewards.workers import available_cpus
 
 Ending = Literal["exit", "timeout", "memory", "processes", "output"]
 
@@ -169,15 +170,11 @@ def run_python(
 def run_together(
     function: Callable[[_Item], _Result], items: Sequence[_Item], workers: int | None = None
 ) -> list[_Result]:
-    """`function` of each item, `workers` at once (default: one for each core we may use), in the order of the items."""
+    """`function` of each item, `workers` at once (default: one for each CPU we may use), in the order of the items."""
     if len(items) < 2:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(min(workers or usable_cores(), len(items)), "grupo-sandbox") as pool:
+    with ThreadPoolExecutor(min(workers or available_cpus(), len(items)), "grupo-sandbox") as pool:
         return list(pool.map(function, items))
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def warn_of_weak_isolation(who: str) -> None:

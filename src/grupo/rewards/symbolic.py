@@ -22,7 +22,7 @@ from grupo.errors import ConfigError
 from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction
 from grupo.rewards.exact import ExactNumber
 from grupo.rewards.expressions import MAX_LENGTH, Answer, Listing, is_prose, read_answer, same_answer
-from grupo.rewards.math import gold_text, read_gold
+from grupo.rewards.golds import gold_text, read_gold
 from grupo.rewards.values import same_values
 from grupo.rewards.workers import WorkerPool
 
@@ -31,8 +31,9 @@ ROUNDED = 1e-5
 
 
 class MathVerify:
-    """A verifier: is the answer of a completion the gold answer, up to equivalence of formulas?
+    """Is the answer of a completion the gold answer, up to equivalence of formulas? True, False, or None.
 
+    `math_accuracy(verify="math-verify")` is the reward that asks it, and `disagreement` compares it with others.
     It can be pickled, and used from any thread or process; worker processes start when they are first needed.
     """
 
@@ -154,16 +155,9 @@ def _is_numeric(form: object) -> bool:
 
 def _are_near(a: ExactNumber, b: ExactNumber) -> bool:
     try:
-        x, y = _approximate(a), _approximate(b)
-    except OverflowError:
+        return math.isclose(float(a), float(b), rel_tol=ROUNDED)
+    except (OverflowError, ValueError):  # no float is close to one of them
         return False
-    return math.isclose(x, y, rel_tol=ROUNDED)
-
-
-def _approximate(number: ExactNumber) -> float:
-    return sum(
-        float(coefficient) * math.sqrt(radicand) * math.pi**power for (radicand, power), coefficient in number.terms
-    )
 
 
 def _values_differ(answer: str, gold: str) -> bool:

@@ -5,7 +5,8 @@ pattern, positive and negative ones: formulas that agree only where all variable
 `\sqrt{x^2}` and `x`, are undecided. So is everything that this module does not read: words, units, inequalities,
 matrices, sums, integrals. Every step is bounded, so nothing here needs a process of its own.
 
-Meant for `agreement.disagreement`, as one of two verifiers that share no code for reading formulas.
+Meant for `agreement.disagreement`, beside a verifier that shares no code for reading formulas with it. `symbolic.py`
+asks it before math-verify.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction
-from grupo.rewards.math import gold_text, read_gold
+from grupo.rewards.golds import gold_text, read_gold
 
 MAX_LENGTH = 300
 MAX_DEPTH = 30
@@ -39,7 +40,7 @@ class Unreadable(ValueError):
 
 
 class NumericCheck:
-    """A verifier that compares values: True, False, or None where it cannot tell."""
+    """Has the answer of a completion the values of the gold answer? True, False, or None where it cannot tell."""
 
     def __init__(self, *, extraction: Extraction = BOX_ELSE_NUMBER) -> None:
         self.extraction = extraction

@@ -11,13 +11,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import completion_text, shown_gold
+from grupo.rewards.answers import completion_texts
+from grupo.rewards.golds import shown_gold
 
 Decision = Literal["right", "wrong", "undecided"]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class VerifierReward:
         self, completions: Sequence[Any], log_extra: Callable[[str, list[Any]], None] | None = None, **columns: Any
     ) -> list[float | None]:
         """A number for each completion (a string, a list of messages, or None); None where it is undecided so."""
-        texts = [completion_text(completion) or "" for completion in completions]
+        texts = completion_texts(completions)
         verdicts = self.verifier(completions=texts, **columns)
         if not isinstance(verdicts, Sequence) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
             raise RewardError(
@@ -128,7 +128,7 @@ class JudgedByGold(ABC):
                 f"{self.__name__} got {len(golds)} gold answers in '{self.gold_column}' for {len(completions)} "
                 "completions; it needs one for each."
             )
-        return [completion_text(completion) or "" for completion in completions], golds
+        return completion_texts(completions), golds
 
     def count_unusable(self, golds: Sequence[Any], unusable: Sequence[bool]) -> None:
         """Counts them, and warns the first time."""
@@ -160,6 +160,24 @@ class GoldVerifier(JudgedByGold):
         return [self.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
 
 
+class GoldReward(VerifierReward):
+    """1.0 where a verifier says right, 0.0 where it says wrong; it abstains where the gold answer is unusable."""
+
+    verifier: GoldVerifier
+
+    def __init__(self, verifier: GoldVerifier) -> None:
+        super().__init__(verifier, right=1.0, wrong=0.0, undecided=None)
+
+    @property
+    def gold_column(self) -> str:
+        return self.verifier.gold_column
+
+    @property
+    def unusable_golds(self) -> int:
+        """How many completions had a gold answer that could not be read."""
+        return self.verifier.unusable_golds
+
+
 class GoldScore(JudgedByGold):
     """A reward that compares with the gold answer and knows more than right and wrong."""
 
@@ -177,20 +195,22 @@ class GoldScore(JudgedByGold):
         """Of one completion text; None where the gold answer cannot be read."""
 
 
+def unreadable(gold: Any) -> Verdict:
+    """What is said where the gold answer cannot be read."""
+    return Verdict("undecided", f"the gold answer {shown_gold(gold)} cannot be read")
+
+
+def compared(same: bool, answer: str, gold: Any) -> Verdict:
+    """What is said of an answer, in normal form, that was found to be the `same` or not."""
+    if same:
+        return Verdict("right", f"{answer:.80} is the gold answer")
+    return Verdict("wrong", f"{answer:.80} is not the gold answer {shown_gold(gold)}")
+
+
 def keyword_signature(*names: str) -> inspect.Signature:
     """The signature of a function that requires these keywords and takes any others."""
     required = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     return inspect.Signature([*required, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
-
-
-def with_range(lowest: float, highest: float) -> Callable[[_Function], _Function]:
-    """A decorator that says the range of a reward function as its `value_range`."""
-
-    def say(function: _Function) -> _Function:
-        vars(function)["value_range"] = (lowest, highest)
-        return function
-
-    return say
 
 
 def _with_log_extra(signature: inspect.Signature) -> inspect.Signature:

@@ -35,7 +35,7 @@ def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tens
         seen: (R, V) bool, tokens of prompt and completion so far; needed for a repetition penalty.
     """
     logits = logits.float()
-    temperature = spec.temperature if spec.temperature > 0 else 1.0
+    temperature = 1.0 if spec.is_greedy else spec.temperature
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     probs = log_probs.exp()
     entropies = -torch.linalg.vecdot(probs, log_probs.clamp_min(torch.finfo(log_probs.dtype).min))
@@ -43,7 +43,7 @@ def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tens
     if _changes_distribution(spec):
         sampled_log_probs = truncated_log_probs(logits, spec, seen)
         probs = sampled_log_probs.exp()
-    token_ids = probs.argmax(-1) if spec.temperature == 0 else _inverse_cdf(probs, uniforms)
+    token_ids = probs.argmax(-1) if spec.is_greedy else _inverse_cdf(probs, uniforms)
     index = token_ids.unsqueeze(-1)
     return Draw(
         token_ids,
@@ -63,11 +63,10 @@ def truncated_log_probs(logits: Tensor, spec: SamplingSpec, seen: Tensor | None 
     Tokens outside the kept support get -inf. At least one token is always kept.
     """
     if spec.repetition_penalty != 1.0:
-        if seen is None:
-            raise AssertionError("a repetition penalty needs the tokens seen so far")
+        assert seen is not None, "a repetition penalty needs the tokens seen so far"
         penalised = torch.where(logits < 0, logits * spec.repetition_penalty, logits / spec.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
-    if spec.temperature > 0:
+    if not spec.is_greedy:
         logits = logits / spec.temperature
     if spec.top_k and spec.top_k < logits.shape[-1]:
         kth = logits.topk(spec.top_k, dim=-1).values[:, -1:]

@@ -120,15 +120,15 @@ class PolicyUpdate:
 
     @contextlib.contextmanager
     def _scoring(self) -> Iterator[None]:
+        """Around forwards, and around their backwards where there are any."""
         decoder, device = self.scorer.decoder, self.ranks.device
-        # Whole layers are recomputed then, or their tensors wait elsewhere.
-        keeps_all = self.checkpointing or self.offload_activations
-        kept = contextlib.nullcontext() if keeps_all else cheap_activations_recomputed(decoder)
+        # Checkpointing computes whole layers again, and what is offloaded waits elsewhere: those decide then.
+        recomputing = None if self.checkpointing or self.offload_activations else decoder
         with (
             self.scorer.attention(),
             lora_added_in_place(self.scorer.base),
             memory_given_back_between_layers(decoder, device),
-            kept,
+            cheap_activations_recomputed(recomputing),
         ):
             yield
 
