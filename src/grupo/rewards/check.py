@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from statistics import fmean, pstdev
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -288,7 +289,7 @@ def check_rewards(
         ConfigError: no reward, or not as many weights as rewards.
         DataError: no sample, or one without `prompt`.
     """
-    functions = [rewards] if callable(rewards) else list(rewards)
+    functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(f"weights has {len(weights)} numbers for {len(functions)} rewards; give one for each.")
     if not samples:
@@ -336,6 +337,9 @@ def check_rewards(
 def _subject(function: Any, name: str, weight: float, timeout: float, vocabulary: dict[str, int]) -> _Subject:
     spelt = Function.of(function, name)
     declared = getattr(function, "value_range", None)
+    is_range = isinstance(declared, Sequence) and len(declared) == 2 and all(isinstance(one, Real) for one in declared)
+    if declared is not None and not is_range:
+        raise ConfigError(f"{name} declares value_range={declared!r:.80}; it is the lowest and the highest value.")
     return _Subject(
         RewardRunner([function], timeout=timeout),
         name,

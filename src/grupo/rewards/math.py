@@ -25,6 +25,7 @@ from grupo.rewards.answers import (
     completion_text,
     gold_number,
     last_number,
+    plain_scalar,
     shown_gold,
 )
 from grupo.rewards.exact import ExactNumber, NotExact, within
@@ -280,6 +281,7 @@ def read_gold(gold: Any) -> Answer | None:
 
     Of a solution, its last box counts, else what follows its last `####`, else its last "answer is".
     """
+    gold = plain_scalar(gold)
     if isinstance(gold, (Real, Decimal)) and not isinstance(gold, bool):
         number = gold_number(gold)
         try:

@@ -45,9 +45,10 @@ class NumericCheck:
         self.extraction = extraction
 
     def judge(self, text: str, gold: Any) -> bool | None:
-        written, expected = self.extraction.find(text).answer, gold_text(gold)
-        if expected is None or read_gold(gold) is None:
+        expected = None if read_gold(gold) is None else gold_text(gold)
+        if expected is None:
             return None
+        written = self.extraction.find(text).answer
         return False if written is None else same_values(written, expected)
 
 
