@@ -388,6 +388,9 @@ def test_wrong_use_is_refused() -> None:
         check_rewards([number_match()], [SUMS[0], {"answer": 1}])
     with pytest.raises(ConfigError, match="weights has 2 numbers for 1 rewards"):
         check_rewards([number_match()], SUMS, weights=[1, 2])
+    for weight in (float("nan"), float("inf"), "1", None):
+        with pytest.raises(ConfigError, match="are no finite numbers"):
+            check_rewards([number_match()], SUMS, weights=[weight])
     with pytest.raises(DataError, match="gold_column='gold' is no column"):
         check_rewards([number_match()], SUMS, gold_column="gold")
     with pytest.raises(ConfigError, match="empty"):

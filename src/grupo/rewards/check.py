@@ -292,6 +292,8 @@ def check_rewards(
     functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(f"weights has {len(weights)} numbers for {len(functions)} rewards; give one for each.")
+    if weights is not None and not all(isinstance(weight, Real) and math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"weights={list(weights)!r:.80} are no finite numbers; give one for each reward.")
     if not samples:
         raise DataError("There are no samples: give at least one row with a prompt.")
     for place, row in enumerate(samples):
@@ -364,7 +366,7 @@ def _check_columns(subject: _Subject, samples: Sequence[Mapping[str, Any]]) -> N
         subject.runner.check_columns(columns_of(samples))
     except (RewardError, DataError) as error:
         subject.broken = True
-        subject.report("missing-column", str(error))
+        subject.report("missing-column", str(error).removesuffix(" " + FAULTS["missing-column"]))
 
 
 class _Probing:

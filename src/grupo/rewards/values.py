@@ -159,7 +159,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
         " ",
     ),
     (re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{3})"), ""),
-    (re.compile(r"[\u2212\u2013\uff0d]"), "-"),
+    (re.compile(r"[\u2212\uff0d]|(?<![\w)\]}])[\u2010-\u2013](?=\s?[0-9.\\$])"), "-"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{\s*([0-9.+\-]+)\s*\}"), r"{\1}"),
     (re.compile(r"\\(?:cdot|times)(?![A-Za-z])|[·×⋅]"), "*"),
