@@ -111,6 +111,8 @@ def test_completions_with_columns_of_their_own(tmp_path: Path, capsys: pytest.Ca
         ('{"prompt": "a"}', "line 1: it needs a JSON object"),
         ('["a"]', "line 1: it needs a JSON object"),
         ('{"prompt": "a", "completion": "b", "step": 1}', "its prompt is none of the 121 prompts"),
+        ('{"prompt": "a", "completions": "b"}', "line 1: it needs a JSON object"),
+        ('{"prompt": "a", "completions": [5]}', "line 1: it needs a JSON object"),
         ("", "is empty"),
     ],
 )
@@ -119,6 +121,26 @@ def test_a_file_of_completions_that_cannot_be_used(
 ) -> None:
     (tmp_path / "c.jsonl").write_text(line + "\n", encoding="utf-8")
     assert said in refused(capsys, "quickstart", "--completions", str(tmp_path / "c.jsonl"))
+
+
+def test_a_file_of_completions_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
+    assert "not in UTF-8 (byte 13)" in refused(capsys, "quickstart", "--completions", str(tmp_path / "c.jsonl"))
+
+
+def test_completions_may_hold_line_separators_and_be_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row, *_) = make_task("times-tables").train
+    answer = f"first\u2028then\x85{row['answer']}"
+    entries = [
+        {"prompt": row["prompt"], "completions": [{"text": answer}]},
+        {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": answer}]},
+    ]
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries), encoding="utf-8")
+    assert main(["rewards", "check", "number_match", "--completions", str(path)]) == 0
+    assert "sampled 1" in capsys.readouterr().out
 
 
 def test_wrong_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -341,3 +341,8 @@ def test_an_unknown_task_names_the_nearest() -> None:
 def test_the_yaml_of_a_recipe_is_plain() -> None:
     """Anything that reads YAML can read it."""
     assert yaml.safe_load(to_yaml(load_recipe(None)))["task"] == "times-tables"
+
+
+def test_a_weight_that_is_no_finite_number_is_refused() -> None:
+    for weight in (".nan", ".inf"):
+        assert "`rewards.0.weight`" in refused(None, f"rewards=[{{name: number_match, weight: {weight}}}]")

@@ -177,6 +177,10 @@ def test_times_tables_grow() -> None:
         ("countdown", {"level": "2"}, "has no level '2'"),
         ("countdown", {"level": True}, "has no level True"),
         ("countdown", {"level": []}, "has no level None"),
+        ("countdown", {"level": None}, "has no level None"),
+        ("countdown", {"level": 1.5}, "has no level 1.5"),
+        ("countdown", {"level": "2"}, "has no level '2'"),
+        ("reasoning-gym:chain_sum", {"settings": "hard"}, "settings='hard' is no mapping"),
         ("countdown", {"level": [1, 1]}, "names a level twice"),
         ("sorting", {"train": 0}, "train=0 is no number of prompts from 1 on"),
         ("sorting", {"held_out": -1}, "held_out=-1 is no number of prompts from 0 on"),
@@ -582,3 +586,8 @@ def test_scorers_that_evaluate_never_see_code(tmp_path: Path) -> None:
     assert scores(task, task.train, [attack] * 2) == [0.0, 0.0] and not trace.exists()
     with pytest.raises(RewardError, match="needs the whole entry"):
         make_reward("reasoning_gym")(completions=["1"], entry=[{"answer": "1"}])
+
+
+def test_a_target_too_long_to_print_is_no_puzzle() -> None:
+    with pytest.warns(UserWarning, match="more than 1,000 digits"):
+        assert countdown()(["3 * 8"], numbers=[[3, 8]], target=[10**5000]) == [None]

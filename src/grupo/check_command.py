@@ -11,6 +11,7 @@ from grupo.data.sources import recipe_rewards, recipe_rows
 from grupo.data.tasks import make_task
 from grupo.errors import ConfigError, DataError
 from grupo.recipe import built_in_recipes, load_recipe
+from grupo.rewards.answers import completion_text
 from grupo.rewards.check import check_rewards
 from grupo.rewards.registry import make_reward
 from grupo.rewards.report import RewardReport
@@ -69,15 +70,22 @@ def _with_completions(rows: Sequence[dict[str, Any]], path: Path) -> list[dict[s
         raise DataError(f"--completions {path}: there is no such file.")
     known = {json.dumps(row["prompt"], sort_keys=True): row for row in rows}
     found: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--completions {path} is not in UTF-8 (byte {error.start + 1}). Convert the file first."
+        ) from None
+    # Not splitlines: a completion may hold a line separator of Unicode, which JSON leaves as it is.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
             prompt = json.dumps(entry["prompt"], sort_keys=True)
             several = entry["completions"] if "completions" in entry else [entry["completion"]]
-            texts = [item["text"] if isinstance(item, dict) else item for item in several]
-        except (ValueError, KeyError, TypeError) as error:
+            texts = [_text(item) for item in _list(several)]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(
                 f"--completions {path}, line {number}: it needs a JSON object with `prompt` and `completion` (a text) "
                 "or `completions` (several, or objects with `text`)."
@@ -93,3 +101,17 @@ def _with_completions(rows: Sequence[dict[str, Any]], path: Path) -> list[dict[s
     if not found:
         raise DataError(f"--completions {path} is empty.")
     return list(found.values())
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("no list of completions")
+    return value
+
+
+def _text(item: Any) -> str:
+    """A completion as a line of a file has it: a text, an object with `text`, or a list of messages."""
+    text = item["text"] if isinstance(item, dict) and "text" in item else completion_text(item)
+    if not isinstance(text, str):
+        raise TypeError("no text")
+    return text

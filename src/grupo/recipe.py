@@ -33,7 +33,7 @@ class RewardSpec(_Part):
     """A built-in reward by name."""
 
     name: str
-    weight: float = 1.0
+    weight: float = Field(default=1.0, allow_inf_nan=False)
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 

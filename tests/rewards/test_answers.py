@@ -20,6 +20,7 @@ from grupo.rewards.answers import (
     extract_boxed,
     gold_number,
     last_number,
+    shown_value,
 )
 
 LAST_NUMBERS = [
@@ -51,6 +52,19 @@ LAST_NUMBERS = [
     ("Of 176 ... Final Answer: **58**", 58),
     ("first 12, then 7.", 7),
     ("12\r\n7\r\n", 7),
+    ("2\\,000 of them", 2000),
+    ("1'250'000", 1250000),
+    ("1_250", 1250),
+    ("1\u202f250 and 12\u00a0500", 12500),
+    ("= - 5", -5),
+    ("= \u2011 5", -5),
+    ("12 + 30 = \uff14\uff12", 42),
+    ("12 + 30 = \u0664\u0662", 42),
+    ("= \uff0d\uff11\uff0c\uff12\uff15\uff10\uff0e\uff15", Fraction(-2501, 2)),
+    ("4\u200b2", 42),
+    ("4\u00ad2\u2069", 42),
+    ("12345 678", 678),
+    ("page 5 1000", 1000),
 ]
 
 
@@ -72,6 +86,10 @@ def test_last_number(text: str, number: Fraction | int) -> None:
         "1,2500",
         "1.2.3",
         "12/25/2024",
+        "it costs 1 250",  # thousands, or two numbers
+        "12 500 000.",
+        "1 000",
+        "5\uff0c7",
         "24/8",  # the division of the question, not carried out
         "1/0",
         "5 = 2^10",
@@ -249,6 +267,11 @@ def test_the_last_number_is_found_from_the_end_as_from_the_start(text: str) -> N
         (0.1, Fraction(1, 10)),
         (np.float32(0.1), Fraction(1, 10)),
         (np.int64(3), 3),
+        (np.array(0.1, dtype=np.float32), Fraction(1, 10)),
+        (np.bool_(True), None),
+        ("\uff17\uff12", 72),
+        ("2\\,000", 2000),
+        ("1 250", None),
         (1e-7, Fraction(1, 10**7)),
         (Decimal("2.50"), Fraction(5, 2)),
         (Fraction(1, 3), Fraction(1, 3)),
@@ -300,3 +323,9 @@ def test_completion_text(completion: object, text: str | None) -> None:
 def test_a_completion_of_another_shape_is_named(completion: object) -> None:
     with pytest.raises(RewardError, match="a string or a list of messages"):
         completion_text(completion)
+
+
+def test_values_that_python_cannot_print_are_quoted() -> None:
+    for value in (10**5000, [10**5000], Fraction(10**5000, 7)):
+        assert "more than 1,000 digits" in shown_value(value) or "too large to be shown" in shown_value(value)
+    assert shown_value("a" * 100, 10) == "'aaaaaaaaa"

@@ -388,7 +388,24 @@ def test_wrong_use_is_refused() -> None:
         check_rewards([number_match()], [SUMS[0], {"answer": 1}])
     with pytest.raises(ConfigError, match="weights has 2 numbers for 1 rewards"):
         check_rewards([number_match()], SUMS, weights=[1, 2])
+    for weight in (float("nan"), float("inf"), "1", None):
+        with pytest.raises(ConfigError, match="are no finite numbers"):
+            check_rewards([number_match()], SUMS, weights=[weight])
     with pytest.raises(DataError, match="gold_column='gold' is no column"):
         check_rewards([number_match()], SUMS, gold_column="gold")
     with pytest.raises(ConfigError, match="empty"):
         check_rewards([], SUMS)
+    odd = number_match()
+    odd.value_range = "0 to 1"
+    with pytest.raises(ConfigError, match="declares value_range='0 to 1'"):
+        check_rewards([odd], SUMS)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [10**5000, "9" * 5000, float("nan"), None, True, [10**5000]],
+    ids=["integer", "digits", "nan", "none", "true", "list"],
+)
+def test_gold_answers_that_nobody_can_use_end_in_a_report(answer: Any) -> None:
+    report = checked([number_match()], [{"prompt": "How many?", "answer": answer}])
+    assert report.names and "crash" not in report.names

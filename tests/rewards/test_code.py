@@ -214,6 +214,9 @@ def test_printed_output_is_compared_by_lines():
         ("def add(a, b): return 'x' * (1 << 31)", "memory", "MemoryError"),
         ("while True: print('x' * 1000)", "limit", "output"),
         ("def add(a, b): return a * b", "wrong_output", "6"),
+        ("def add(a, b): return 10**5000", "wrong_output", "an integer of more than 1,000 digits"),
+        ("def add(a, b): return [-(10**5000)]", "wrong_output", "a list that is too large"),
+        ("def add(a, b): raise ValueError('\\ud800')", "exception", "ValueError: ?"),
         ("def add(a, b): return lambda: 5", "exception", "TypeError: a function is no plain value"),
     ],
 )
@@ -414,3 +417,10 @@ def test_arbitrary_programs_stay_in_the_range(text):
     for completion in (text, fenced(text)):
         (value,) = score(reward, [completion], [ADD])[0]
         assert value is not None and low <= value <= high and value == 0.0
+
+
+def test_a_program_that_ends_its_supervisor_is_wrong_and_not_spared(monkeypatch):
+    """It can without namespaces; to abstain would be better than to be wrong."""
+    monkeypatch.setattr("grupo.rewards.sandbox.isolation", lambda: sandbox.Isolation(False, False, "asked for"))
+    verdict = judge_code("import os\nos.kill(os.getppid(), 9)\nwhile True: pass", read_tests(ADD[:1]), LIMITS)
+    assert verdict.faults == ("exception",)

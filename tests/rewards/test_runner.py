@@ -625,6 +625,8 @@ def test_extras_and_metrics_arrive() -> None:
         (lambda extra, metric: extra("parsed", [1]), r"log_extra\('parsed', ...\) with 1 values for 2 completions"),
         (lambda extra, metric: extra("parsed", "ab"), r"log_extra\('parsed', ...\) with a str"),
         (lambda extra, metric: extra("parsed", 5), r"with a int"),
+        (lambda extra, metric: extra(3, [1, 2]), r"log_extra\(3, ...\); a name is a text"),
+        (lambda extra, metric: metric(None, 1.0), r"log_metric\(None, ...\); a name is a text"),
         (lambda extra, metric: metric("score", "high"), r"log_metric\('score', ...\) with 'high'"),
         (lambda extra, metric: metric("score", [1.0]), r"with \[1.0\], not a number"),
     ],
@@ -643,7 +645,13 @@ def test_unusable_logging_is_an_error_at_once(call: Any, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("functions", "message"),
-    [([], "empty"), ([None], "cannot be called"), ([Graded], "the class Graded"), ([5], "cannot be called")],
+    [
+        ([], "empty"),
+        ([None], "cannot be called"),
+        ([Graded], "the class Graded"),
+        ([functools.partial(Graded, a=1)], "the class Graded"),
+        ([5], "cannot be called"),
+    ],
 )
 def test_what_cannot_be_called_is_refused(functions: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -667,3 +675,19 @@ def test_no_completions_no_calls() -> None:
 def test_builtins_and_bound_methods() -> None:
     namespace = types.SimpleNamespace(rewards=lambda completions: [1.0] * len(completions))
     assert run(namespace.rewards, count=1).scores == [(1.0,)]
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("timeout", [5.0, None])
+def test_an_exception_that_cannot_be_shown_is_one_all_the_same(timeout: float | None) -> None:
+    """A thread that died of it would be waited for, and be called a time-out."""
+
+    def raising(**columns: Any) -> Any:
+        raise Unspeakable
+
+    (failure,) = run(raising, timeout=timeout).failures
+    assert failure.kind == "exception" and "Unspeakable: its message cannot be shown" in failure.message

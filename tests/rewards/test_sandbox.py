@@ -414,3 +414,17 @@ def test_isolation_says_what_is_missing(monkeypatch):
         UserWarning, match=r"no namespaces \(unshare: Operation not permitted\).*network and files included"
     ):
         sandbox.warn_of_weak_isolation("code_reward")
+
+
+def test_folders_nested_more_deeply_than_a_path_can_say_are_removed(within, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    source = "import os\nfor _ in range(6000):\n    os.mkdir('a')\n    os.symlink('/etc', 'b')\n    os.chdir('a')\n"
+    assert run_python(source, within=within).ended == "exit"
+    assert list(tmp_path.iterdir()) == []
+    assert os.path.isdir("/etc")
+
+
+def test_a_closed_scratch_folder_is_removed(within, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run_python("import os\nos.mkdir('a')\nos.chmod('a', 0)\nos.chmod('.', 0)", within=within).ended == "exit"
+    assert list(tmp_path.iterdir()) == []

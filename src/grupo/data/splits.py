@@ -10,6 +10,7 @@ from typing import Any
 
 from grupo.data.prompts import NumberedRows, row_numbers
 from grupo.errors import DataError
+from grupo.rewards.answers import completion_text
 
 logger = logging.getLogger("grupo")
 
@@ -49,7 +50,8 @@ def question_text(prompt: Any) -> str:
     if not isinstance(prompt, Sequence):
         return ""
     messages = [message for message in prompt if isinstance(message, dict) and message.get("role") != "system"]
-    return "\n".join(content for message in messages if isinstance(content := message.get("content"), str))
+    texts = [completion_text([message]) for message in messages if isinstance(message.get("content"), (str, list))]
+    return "\n".join(filter(None, texts))
 
 
 def shared_items(train: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]]) -> dict[int, int]:

@@ -146,8 +146,8 @@ def drawn_task(
 
     The held-out items come first, so that they stay the same whatever `train` is.
     """
-    levels = [level] if isinstance(level, int) else list(level)
-    _check_levels(name, levels, len(generator.levels))
+    levels = list(level) if isinstance(level, (list, tuple)) else [level]
+    levels: list[Any] = list(level) if isinstance(level, (list, tuple)) else [level]
     _check_sizes(name, train, held_out)
     taken: set[Hashable] = set()
     randoms = {one: random.Random(f"{name}, level {one}, seed {seed}") for one in levels}
@@ -214,6 +214,8 @@ def gym_task(
     _check_sizes(PREFIX + name, train, held_out)
     if level is not None:
         _check_levels(PREFIX + name, [level], None)
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"Task {PREFIX + name!r}: settings={settings!r:.80} is no mapping of names to values.")
     rows = gym_rows(name, seed, train + held_out, level, dict(settings))
     return Task(
         name=PREFIX + name,

@@ -13,21 +13,25 @@ from typing import Any, NamedTuple
 
 from grupo.errors import ConfigError, RewardError
 from grupo.names import nearest
-from grupo.rewards.expressions import is_prose
+from grupo.rewards.exact import MAX_BITS
+from grupo.rewards.expressions import is_prose, plain_characters
 
 NUMBER_NEEDED = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
 """What `gold_number` reads, as messages say it."""
 MAX_DIGITS = 1000
 """A longer run of digits is no answer; Python itself refuses to convert more than 4,300."""
 
-_MINUS = "\\-\u2212\u2013\uff0d\ufe63"
+_MINUS = "\\-\u2010-\u2013\u2212\uff0d\ufe63"
 _SIGN = f"[+{_MINUS}]"
-# A sign counts only where no operand stands before it: "7-5" ends in 5, "= -5" in -5.
+# A sign counts only where no operand stands before it: "7-5" ends in 5, "= -5" and "= - 5" in -5. Three digits behind a
+# space may be thousands or a second number: both together are number-like, and no number.
 _NUMBER_LIKE = re.compile(
-    rf"(?P<sign>(?<![\w)\]}}]){_SIGN})?(?:\\?[$€£¥])?(?P<second_sign>(?<=[$€£¥]){_SIGN})?"
+    rf"(?P<sign>(?<![\w)\]}}]){_SIGN}|(?<==)\ ?{_SIGN}\ )?(?:\\?[$€£¥])?(?P<second_sign>(?<=[$€£¥]){_SIGN})?"
     r"(?P<body>(?:[0-9]+\ )?[0-9][0-9.,]*\ ?/\ ?[0-9][0-9.,]*(?:/[0-9.,]+)*"
+    r"|(?<![0-9.,])[1-9][0-9]{0,2}(?:\ [0-9]{3})+(?![0-9])[0-9.,]*"
     r"|(?:[0-9]|(?<![.\w])\.(?=[0-9]))[0-9.,]*(?:[eE][+-]?[0-9]{1,3}(?![\w.]))?)"
 )
+_THOUSANDS_MARK = re.compile(r"\{,\}|,\\!|(?<=[0-9])(?:\\,|[_'\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 _GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _PLAIN = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 _RATIO = re.compile(r"(?:(?P<whole>[0-9]+) )?(?P<top>[0-9]+) ?/ ?(?P<bottom>[0-9]+)")
@@ -128,6 +132,8 @@ class Extraction:
         """An extraction itself or from its fields, as recipes give them; the default for None."""
         if given is None or isinstance(given, Extraction):
             return given or default
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"extraction={given!r:.80} is none: give its fields, as in {{'sources': ['boxed']}}.")
         known = [field.name for field in fields(Extraction)]
         for name in given:
             if name not in known:
@@ -231,13 +237,15 @@ def last_number(text: str) -> Fraction | None:
     Whatever looks like a number last decides; if it is not one, the answer is None and never an earlier number.
 
     - Commas are thousands separators only between true groups of three: `1,250` is 1250; `3,7`, `0,900` and `12,34,567`
-      are no numbers. LaTeX's `2{,}000` is 2000.
+      are no numbers. LaTeX's `2{,}000` and `2\,000` are 2000, and so are `2_000`, `2'000` and groups with thin or
+      non-breaking spaces. `1 250`, with a plain space, may be two numbers, and is none.
+    - Digits of all scripts count, and characters that cannot be seen do not.
     - A currency sign before it, a percent sign or unit behind it and one full stop are ignored: `$3,450.00.` is 3450,
       `50%` is 50. A minus (ASCII, Unicode minus, en dash) counts where no operand stands directly before it.
     - `1.5e3` is 1500. `3/4` and `1 3/4` are fractions. `12/4` is a division that was not carried out, and no number.
     - A number inside or directly before a power, root, fraction macro or π is part of a formula, and no number.
     """
-    text = _with_plain_commas(text)
+    text = _with_commas(text)
     last_digit = max(map(text.rfind, "0123456789"))
     if last_digit < 0:
         return None
@@ -250,13 +258,13 @@ def last_number(text: str) -> Fraction | None:
     if _FORMULA_GOES_ON.match(text, match.start("body") + len(body)):
         return None
     value = _number(body)
-    negative = any(sign and sign != "+" for sign in (match["sign"], match["second_sign"]))
+    negative = any(sign and sign.strip() != "+" for sign in (match["sign"], match["second_sign"]))
     return -value if value is not None and negative else value
 
 
 def only_number(text: str) -> Fraction | None:
     """The number in `text`, as `last_number` reads it, where there is no second one: `71 or 72`, `6 * 12` give None."""
-    return last_number(text) if len(_NUMBER_LIKE.findall(_with_plain_commas(text))) == 1 else None
+    return last_number(text) if len(_NUMBER_LIKE.findall(_with_commas(text))) == 1 else None
 
 
 def gold_number(gold: Any) -> Fraction | None:
@@ -265,6 +273,7 @@ def gold_number(gold: Any) -> Fraction | None:
     Numbers are taken as written (0.1 is 1/10); of a text with GSM8K's `####` only what follows it counts, and the text
     must be the number and nothing else but a currency or percent sign and a full stop.
     """
+    gold = plain_scalar(gold)
     if isinstance(gold, bool) or gold is None:
         return None
     if isinstance(gold, Rational):
@@ -278,14 +287,24 @@ def gold_number(gold: Any) -> Fraction | None:
         written = gold.rpartition("####")[2].strip()
     else:
         return None
-    written = _with_plain_commas(written).strip("$ ")
+    written = _with_commas(written).strip("$ ")
     match = _NUMBER_LIKE.fullmatch(written.removesuffix(".").removesuffix("%").removesuffix("\\"))
     return None if match is None else last_number(match.group())
 
 
-def _with_plain_commas(text: str) -> str:
-    """`text` with the commas that LaTeX sets without a space, `{,}` and `,\\!`, as they are in numbers."""
-    return text.replace("{,}", ",").replace(",\\!", ",")
+def plain_scalar(value: Any) -> Any:
+    """An array of numpy or torch without dimensions as a number at its own precision; anything else as it is."""
+    if getattr(value, "shape", None) != () or isinstance(value, Real):
+        return value
+    try:
+        return (value.numpy() if hasattr(value, "numpy") else value)[()]
+    except (TypeError, RuntimeError):  # torch: a dtype that numpy does not have, a tensor on another device
+        return value.item()
+
+
+def _with_commas(text: str) -> str:
+    """`text` in plain characters, with a comma for every other thousands separator."""
+    return _THOUSANDS_MARK.sub(",", plain_characters(text))
 
 
 def _number(body: str) -> Fraction | None:
@@ -298,3 +317,13 @@ def _number(body: str) -> Fraction | None:
     if _GROUPED.fullmatch(body):
         return Fraction(body.replace(",", ""))
     return Fraction(body) if _PLAIN.fullmatch(body) else None
+
+
+def shown_value(value: Any, length: int = 80) -> str:
+    """The beginning of a value of a dataset or a program, as messages quote it."""
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:  # too long for Python to print
+        return "an integer of more than 1,000 digits"
+    try:
+        return repr(value)[:length]
+    except (ValueError, RecursionError):  # such an integer inside of it; nesting
+        return f"a {type(value).__name__} that is too large to be shown"

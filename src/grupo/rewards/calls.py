@@ -113,6 +113,7 @@ class CallLog:
         self.metrics: dict[str, list[float]] = {}
 
     def extra(self, column: str, values: Any) -> None:
+        self._check_name("log_extra", column)
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
             raise RewardError(
                 f"Reward function '{self.name}' called log_extra('{column}', ...) with a {type(values).__name__}; it "
@@ -127,12 +128,17 @@ class CallLog:
         self.extras[column] = values
 
     def metric(self, name: str, value: Any) -> None:
+        self._check_name("log_metric", name)
         number = as_number(value)
         if number is None:
             raise RewardError(
                 f"Reward function '{self.name}' called log_metric('{name}', ...) with {value!r:.80}, not a number."
             )
         self.metrics.setdefault(name, []).append(number)
+
+    def _check_name(self, call: str, name: Any) -> None:
+        if not isinstance(name, str):
+            raise RewardError(f"Reward function '{self.name}' called {call}({name!r:.60}, ...); a name is a text.")
 
 
 Done = queue.SimpleQueue[tuple["Job", Outcome]]
@@ -204,7 +210,7 @@ async def call_and_wait(job: Job, timeout: float | None) -> Outcome:
 def _failed(error: BaseException) -> Outcome:
     """The outcome of an exception, as text: keeping the exception would keep every frame's variables alive."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of the fence
-    message = f"{type(error).__name__}: {error}".removesuffix(": ")
+    message = f"{type(error).__name__}: {_said(error)}".removesuffix(": ")
     if "signal only works in main thread" in message:
         message += (
             " (rewards run in a thread of their own because of the time-out; use a checker without signals, or set the "
@@ -215,6 +221,13 @@ def _failed(error: BaseException) -> Outcome:
         trace="".join(traceback.format_exception(type(error), error, frames)),
         stop=error if isinstance(error, (RewardError, ConfigError)) else None,
     )
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # user code, too: a thread that dies of it would be taken for a function that hangs
+        return "its message cannot be shown"
 
 
 def as_number(value: Any) -> float | None:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from statistics import fmean, pstdev
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from grupo.rewards.probes import (
     variants,
     written_gold,
 )
-from grupo.rewards.report import Fault, Measure, RewardReport
+from grupo.rewards.report import FAULTS, Fault, Measure, RewardReport
 from grupo.rewards.runner import RewardRunner
 from grupo.rewards.verifiers import GoldVerifier, reward_from
 
@@ -195,9 +196,11 @@ def check_rewards(
         ConfigError: no reward, or not as many weights as rewards.
         DataError: no sample, or one without `prompt`.
     """
-    functions = [rewards] if callable(rewards) else list(rewards)
+    functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(f"weights has {len(weights)} numbers for {len(functions)} rewards; give one for each.")
+    if weights is not None and not all(isinstance(weight, Real) and math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"weights={list(weights)!r:.80} are no finite numbers; give one for each reward.")
     if not samples:
         raise DataError("There are no samples: give at least one row with a prompt.")
     for place, row in enumerate(samples):
@@ -243,6 +246,9 @@ def check_rewards(
 def _subject(function: Any, name: str, weight: float, timeout: float, vocabulary: dict[str, int]) -> _Subject:
     spelt = Function.of(function, name)
     declared = getattr(function, "value_range", None)
+    is_range = isinstance(declared, Sequence) and len(declared) == 2 and all(isinstance(one, Real) for one in declared)
+    if declared is not None and not is_range:
+        raise ConfigError(f"{name} declares value_range={declared!r:.80}; it is the lowest and the highest value.")
     return _Subject(
         RewardRunner([function], timeout=timeout),
         name,
@@ -267,7 +273,7 @@ def _check_columns(subject: _Subject, samples: Sequence[Mapping[str, Any]]) -> N
         subject.runner.check_columns(columns_of(samples))
     except (RewardError, DataError) as error:
         subject.broken = True
-        subject.report("missing-column", str(error))
+        subject.report("missing-column", str(error).removesuffix(" " + FAULTS["missing-column"]))
 
 
 class _Probing:

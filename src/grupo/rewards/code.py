@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import completion_texts
+from grupo.rewards.answers import completion_texts, shown_value
 from grupo.rewards.sandbox import (
     Call,
     Job,
@@ -155,7 +155,7 @@ def read_tests(cell: Any) -> list[CodeTest]:
     if isinstance(cell, str):
         try:
             cell = json.loads(cell)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the text is not JSON ({error})") from None
     if not isinstance(cell, (list, tuple)) or not cell:
         raise ValueError(f"{'an empty list' if cell == [] else f'a {type(cell).__name__}'} instead of a list of tests")
@@ -393,7 +393,7 @@ def _detail(run: SandboxRun, fault: CodeFault) -> str:
     if fault == "exception":
         return f"exit code {run.exit_code}"
     if fault == "wrong_output":
-        return (repr(run.values[0]) if run.values else run.stdout)[:200]
+        return shown_value(run.values[0], 200) if run.values else run.stdout[:200]
     return run.ended
 
 

@@ -8,6 +8,7 @@ token), so different values never share a normal form.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -67,6 +68,7 @@ class Answer:
 
 def read_answer(text: str) -> Answer | None:
     """The normal form of a written answer; None if nothing is left of it after spacing and decoration."""
+    text = plain_characters(text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _unwrapped(text)
@@ -115,6 +117,25 @@ def is_prose(text: str) -> bool:
     return _PROSE.search(_MACRO_NAME.sub("\\\\", text)) is not None
 
 
+# Characters ----------------------------------------------------------------------------------------------------------
+
+_INVISIBLE = re.compile(r"[\x00-\x08\x0e-\x1f\xad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+_OTHER_DIGIT = re.compile(r"(?![0-9])\d")
+_WIDE = {0xFF01 + place: 0x21 + place for place in range(94)} | {0x066B: ".", 0x066C: ","}
+"""Full-width forms of ASCII, and the separators of Arabic numbers."""
+
+
+def plain_characters(text: str) -> str:
+    r"""`text` without characters that cannot be seen, its digits, of whatever script, as 0 to 9, and wide forms narrow.
+
+    Otherwise `4\u200b2` would end in 2, and a full-width or Arabic 42 be passed over for an earlier number.
+    """
+    text = _INVISIBLE.sub("", text)
+    if text.isascii():
+        return text
+    return _OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_WIDE))
+
+
 # Decoration ----------------------------------------------------------------------------------------------------------
 
 _WRAPPER = r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|boldsymbol|mbox|operatorname|boxed|fbox)\s*"
@@ -123,18 +144,18 @@ _NAMED = re.compile(r"(?P<name>\\?[A-Za-z]+(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?)\s
 _MACRO_NAME = re.compile(r"\\[A-Za-z]+")
 _PROSE = re.compile(r"(?<![A-Za-z])(?:[A-Za-z]{2,}\s+[A-Za-z]|[A-Za-z]\s+[A-Za-z]{2})")
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"[\x00-\x08\x0e-\x1f\u200b\ufeff]"), ""),
     # Math delimiters around a part of it, as in `$5$ apples`, and bold markers; not a currency sign, not a power.
     (re.compile(r"(?<!\\)(\$\$?)([^$]*)(?<!\\)\1"), r" \2 "),
     (re.compile(r"\\\(((?:(?!\\[()]).)*)\\\)", re.DOTALL), r" \1 "),
     (re.compile(r"(?<![\w)\]}])\*\*\*?(?=\S)|(?<=\S)\*\*\*?(?![\w(\[{\\])"), ""),
-    (re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3}(?![0-9]))"), _GROUP_MARK),
+    (re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|['\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), _GROUP_MARK),
     (re.compile(r"\\(?:[,;:!> ]|(?:q?quad|displaystyle)(?![A-Za-z]))|[~\u00a0\u2009\u202f]"), " "),
     (re.compile(r"\\(?:left|right)(?![A-Za-z])\s*"), ""),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"[\u2212\uff0d\ufe63]"), "-"),
+    (re.compile(r"(?<![\w)\]}])[\u2010-\u2013](?=\s?[0-9.\\$])"), "-"),  # a minus; between numbers it means "to"
     (re.compile(r"(?<![\\A-Za-z])(sqrt|pi)(?![A-Za-z])"), r"\\\1"),
     (re.compile(r"√"), r"\\sqrt "),
     (re.compile(r"π"), r"\\pi "),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from grupo.rewards.answers import Extraction, gold_number
-from grupo.rewards.exact import MAX_BITS, ExactNumber, NotExact
+from grupo.rewards.answers import Extraction, gold_number, plain_scalar, shown_value
+from grupo.rewards.exact import ExactNumber, NotExact
 from grupo.rewards.expressions import Answer, is_prose, read_answer
 
 _AT_THE_END = Extraction(("boxed", "hash"), strict=False)
@@ -41,6 +41,7 @@ def read_gold(gold: Any) -> Answer | None:
 
     Of a solution, its last box counts, else what follows its last `####`, else its last "answer is".
     """
+    gold = plain_scalar(gold)
     if not isinstance(gold, str):
         number = gold_number(gold)
         try:
@@ -57,6 +58,4 @@ def read_gold(gold: Any) -> Answer | None:
 
 def shown_gold(gold: Any) -> str:
     """A gold answer as messages quote it."""
-    if isinstance(gold, int) and gold.bit_length() > MAX_BITS:  # too long for Python to print
-        return "an integer of more than 1,000 digits"
-    return repr(gold)[:80]
+    return shown_value(gold)

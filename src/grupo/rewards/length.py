@@ -10,6 +10,7 @@ from typing import Any
 from grupo.errors import ConfigError
 from grupo.rewards.math import LIKE_TRL, MathVerifier
 from grupo.rewards.ranges import score_range
+from grupo.rewards.verifiers import keyword_signature
 
 TokenIds = Sequence[Sequence[int]]
 
@@ -83,10 +84,9 @@ class CosineScaled:
         self.right = (max_value_correct, min_value_correct)
         self.wrong = (min_value_wrong, max_value_wrong)
         self.verifier = MathVerifier(gold_column, LIKE_TRL, name=self.__name__)
-        names = ("completions", gold_column, "completion_ids")
-        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        named = keyword_signature("completions", gold_column, "completion_ids").parameters.values()
         self.__signature__ = inspect.Signature(
-            [*parameters, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+            [p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in named]
         )
 
     def __call__(self, *arguments: Any, **columns: Any) -> list[float | None]:

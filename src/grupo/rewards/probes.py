@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from grupo.rewards.answers import gold_number
+from grupo.rewards.answers import MAX_DIGITS, gold_number, plain_scalar
+from grupo.rewards.exact import MAX_BITS
 from grupo.rewards.golds import final_answer
 
 REASONING = "I read the question with care.\nThen I work it out, step by step."
@@ -81,11 +83,15 @@ _LAST_DIGITS = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 
 
 def written_gold(gold: Any) -> str | None:
-    """A gold answer as a completion would give it; None where it is neither text nor number."""
-    answer = final_answer(gold)
+    """A gold answer as a completion would give it; None where it is neither text nor a number of a length that
+    can be written."""
+    answer = plain_scalar(final_answer(gold))
     if isinstance(answer, str):
         return answer.strip() or None
-    return str(answer) if isinstance(answer, Real) and not isinstance(answer, bool) else None
+    number = gold_number(answer) if isinstance(answer, (Real, Decimal)) else None
+    if number is None or max(number.numerator.bit_length(), number.denominator.bit_length()) > MAX_BITS:
+        return None
+    return str(answer)
 
 
 def spoilt(gold: str, others: Sequence[str]) -> dict[str, str]:
@@ -96,7 +102,7 @@ def spoilt(gold: str, others: Sequence[str]) -> dict[str, str]:
         others: those of other questions, for answers without digits.
     """
     digits = _LAST_DIGITS.search(gold)
-    if digits is None:
+    if digits is None or len(digits[0]) > MAX_DIGITS:
         different = [other for other in others if other.casefold() != gold.casefold()]
         return {"the answer of another row": different[0]} if different else {"spelt backwards": gold[::-1] + "x"}
     number = gold_number(gold)

@@ -15,7 +15,8 @@ from fractions import Fraction
 from typing import Any
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import Extraction, completion_texts, gold_number
+from grupo.rewards.answers import Extraction, completion_texts, gold_number, shown_value
+from grupo.rewards.exact import MAX_BITS
 from grupo.rewards.verifiers import (
     GoldReward,
     GoldVerifier,
@@ -167,13 +168,14 @@ class CountdownVerifier:
         goal = gold_number(target)
         given = [gold_number(number) for number in numbers] if isinstance(numbers, (list, tuple)) else []
         whole = [int(number) for number in given if number is not None and number.denominator == 1]
-        if goal is None or not given or len(whole) < len(given):
+        is_writable = goal is not None and max(goal.numerator.bit_length(), goal.denominator.bit_length()) <= MAX_BITS
+        if goal is None or not is_writable or not given or len(whole) < len(given):
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"countdown cannot read a puzzle with {self.numbers_column}={numbers!r:.60} and "
-                    f"{self.target_column}={target!r:.30}: it takes a list of whole numbers and a number. It abstains "
-                    "on such rows.",
+                    f"countdown cannot read a puzzle with {self.numbers_column}={shown_value(numbers, 60)} and "
+                    f"{self.target_column}={shown_value(target, 30)}: it takes a list of whole numbers and "
+                    "a number. It abstains on such rows.",
                     stacklevel=4,
                 )
             return Verdict("undecided", "the puzzle cannot be read")

@@ -6,12 +6,15 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
+import traceback
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, cast
+from types import MappingProxyType, ModuleType, UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from grupo.errors import ConfigError
+from grupo.errors import ConfigError, GrupoError
 from grupo.names import nearest
 from grupo.rewards.cheating import no_cheating
 from grupo.rewards.code import code_reward
@@ -85,6 +88,7 @@ def make_reward(name: str, /, **arguments: Any) -> Callable[..., Any]:
     """
     if ":" in name:
         function = _own_function(name)
+        _check_arguments(name, function, arguments, all_of_them=False)
         return functools.partial(function, **arguments) if arguments else function
     if name not in REWARDS:
         raise ConfigError(
@@ -92,15 +96,60 @@ def make_reward(name: str, /, **arguments: Any) -> Callable[..., Any]:
             "An own function is named `file.py:function`."
         )
     factory = REWARDS[name]
-    signature = inspect.signature(factory)
+    _check_arguments(name, factory, arguments, all_of_them=True)
+    _check_types(name, factory, arguments)
     try:
-        signature.bind(**arguments)
+        return factory(**arguments)
+    except GrupoError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        # A value that no check has thought of. Not shown: it may be a key in the wrong place.
+        raise ConfigError(
+            f"Reward '{name}' cannot be made with these values of {', '.join(arguments)}: {error}."
+        ) from error
+
+
+def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any], all_of_them: bool) -> None:
+    """`all_of_them`: required ones as well."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without one
+        return
+    try:
+        (signature.bind if all_of_them else signature.bind_partial)(**arguments)
     except TypeError as error:
         raise ConfigError(
             f"Reward '{name}' cannot be made with ({', '.join(arguments) or 'no arguments'}): {error}. "
             f"It takes ({', '.join(str(parameter).split(':')[0] for parameter in signature.parameters.values())})."
         ) from None
-    return factory(**arguments)
+
+
+_PLAIN: Mapping[Any, tuple[type, str]] = MappingProxyType(
+    {
+        bool: (bool, "True or False"),
+        int: (Integral, "a whole number"),
+        float: (Real, "a number"),
+        str: (str, "a text"),
+        type(None): (type(None), "null"),
+    }
+)
+"""Type in a signature -> what is taken for it, and how messages call that."""
+
+
+def _check_types(name: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Arguments that the signature says to be plain values are: without this, a 'no' in quotes would be true."""
+    hints = get_type_hints(factory)
+    for argument, value in arguments.items():
+        hint = hints.get(argument, Any)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if not all(kind in _PLAIN for kind in kinds):
+            continue
+        taken = tuple(_PLAIN[kind][0] for kind in kinds)
+        if not isinstance(value, taken) or (isinstance(value, bool) and bool not in kinds):
+            raise ConfigError(
+                f"Reward '{name}' cannot be made with {argument}={value!r:.80}: it takes "
+                f"{' or '.join(_PLAIN[kind][1] for kind in kinds)}."
+            )
 
 
 def value_range(factory: Callable[..., Any]) -> str:
@@ -118,15 +167,12 @@ def _own_function(name: str) -> Callable[..., Any]:
         path = Path(source)
         if not path.is_file():
             raise ConfigError(f"Reward '{name}': there is no file {path.resolve()}.")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = _loaded(name, path)
     else:
         try:
             module = importlib.import_module(source)
-        except ImportError as error:
-            raise ConfigError(f"Reward '{name}': the module '{source}' cannot be imported ({error}).") from error
+        except (Exception, SystemExit) as error:  # user code
+            raise ConfigError(f"Reward '{name}': the module '{source}' cannot be imported ({_said(error)}).") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -135,3 +181,19 @@ def _own_function(name: str) -> Callable[..., Any]:
             f"{', '.join(public) or 'none'}."
         )
     return cast("Callable[..., Any]", function)
+
+
+def _loaded(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # user code
+        raise ConfigError(f"Reward '{name}': {path} cannot be loaded ({_said(error)}).") from error
+    return module
+
+
+def _said(error: BaseException) -> str:
+    return "; ".join(line.strip() for line in traceback.format_exception_only(error))

@@ -103,6 +103,13 @@ def _share(check: Check, text: str, row: Row) -> float | None:
 
 def contains(words: str | Sequence[str]) -> Test:
     """All of these words or phrases stand in the text, as whole words in any case: `art` is not in `party`."""
+    wanted = [words] if isinstance(words, str) else words
+    if (
+        not isinstance(wanted, Sequence)
+        or not wanted
+        or not all(isinstance(one, str) and one.strip() for one in wanted)
+    ):
+        raise ConfigError(f"contains={words!r:.80} asks for nothing: give a word or phrase, or a list of them.")
     return functools.partial(_contains, words=words)
 
 
@@ -120,7 +127,7 @@ def pattern(expression: str) -> Test:
     """A regular expression is found in the text; `^` and `$` are at every line."""
     try:
         compiled = re.compile(expression, re.MULTILINE)
-    except re.error as error:
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
         raise ConfigError(f"pattern={expression!r} is no regular expression: {error}.") from error
     return functools.partial(_matches, compiled=compiled)
 
@@ -224,11 +231,10 @@ def _has_phone(line: str) -> bool:
 
 def _described(check: Mapping[str, Any]) -> Check:
     """A check as recipes write it: `{name: polite, points: 1, contains: thank you}`."""
-    kinds = [key for key in check if key not in ("name", "points")]
-    if "name" not in check or "points" not in check or len(kinds) != 1:
+    kinds = [key for key in check if key not in ("name", "points")] if isinstance(check, Mapping) else []
+    if len(kinds) != 1 or "name" not in check or "points" not in check:
         raise ConfigError(
-            f"A check of a rubric has a name, points, and one test of {', '.join(KINDS)}; this one is "
-            f"{dict(check)!r:.200}."
+            f"A check of a rubric has a name, points, and one test of {', '.join(KINDS)}; this one is {check!r:.200}."
         )
     (kind,) = kinds
     if kind not in KINDS:

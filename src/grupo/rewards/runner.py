@@ -246,6 +246,8 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 
 def _check_is_function(function: Any) -> None:
+    while isinstance(function, functools.partial):
+        function = function.func
     if inspect.isclass(function):
         raise ConfigError(f"reward_funcs holds the class {function.__name__}; give an instance of it.")
     if not callable(function):

@@ -24,6 +24,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -222,12 +223,23 @@ def _run(job: Job, limits: Limits, within: Isolation, site_packages: bool) -> Sa
 
 
 def _remove(folder: str) -> None:
-    """A scratch folder, also where the program has closed folders in it."""
-    for path, folders, _ in os.walk(folder):
-        for name in folders:
-            if not os.path.islink(os.path.join(path, name)):
-                os.chmod(os.path.join(path, name), 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+    """A scratch folder, also where the program has closed it, or nested folders more deeply than a path can say."""
+    with suppress(OSError):
+        os.chmod(folder, 0o700)
+        moved = 0
+        unseen = [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        while unseen:
+            path = unseen.pop()
+            os.chmod(path, 0o700)
+            for entry in list(os.scandir(path)):
+                if entry.is_dir(follow_symlinks=False):
+                    # Up to the top: every folder that is removed below has no folders in it.
+                    os.chmod(entry.path, 0o700)
+                    moved += 1
+                    unseen.append(os.path.join(folder, f"{moved}-{secrets.token_hex(8)}"))
+                    os.rename(entry.path, unseen[-1])
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _supervised(order: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -255,11 +267,18 @@ def _supervised(order: dict[str, Any], seconds: float) -> dict[str, Any]:
             complaint = supervisor.stderr.read().decode(errors="replace")
         except BrokenPipeError:
             answer, complaint = b"", supervisor.stderr.read().decode(errors="replace")
+        else:
+            if len(answer) < 2:
+                with suppress(subprocess.TimeoutExpired):  # has somebody else ended it?
+                    supervisor.wait(1.0)
         finally:
             backstop.cancel()
             supervisor.kill()
+    if answer == b"+" and supervisor.returncode < 0 and not order["namespaces"]:
+        # Without namespaces a program of the same user can do that, and must not be spared its verdict by it.
+        return {"ended": "exit", "wait_status": None, "seconds": 0.0, "stdout": b"", "stderr": b"", "message": b""}
     try:
-        return dict(marshal.loads(answer))  # from our own process: the program cannot write there
+        return dict(marshal.loads(answer[1:]))  # from our own process: the program cannot write there
     except (EOFError, ValueError, TypeError):
         last = complaint.strip().splitlines()[-1:] or [f"no answer within {seconds:g} s"]
         raise RewardError(f"the sandbox could not be started: {last[0]}") from None
@@ -288,7 +307,8 @@ def _as_run(answer: dict[str, Any], token: str, calls: int) -> SandboxRun:
         values=values if finished else None,
         finished=finished,
         error=error if isinstance(error, str) else "",
-        error_text=str(message.get("text", ""))[:500],
+        # A lone surrogate could not be written to any file.
+        error_text=str(message.get("text", ""))[:500].encode(errors="replace").decode(),
     )
 
 

@@ -3,7 +3,7 @@
 Never imported: `sandbox.py` starts this file as a program of its own (`python -I -S`), so that what happens to it does
 not happen to the training process. Stdin brings the order (the count of its bytes in a line, then a marshalled
 dictionary) and stays open as a lifeline: when it closes because the training process is gone, everything here is
-killed. The answer, a marshalled dictionary, goes to stdout.
+killed. To stdout goes a plus sign when the order is there, and then the answer, a marshalled dictionary.
 
 With namespaces (Linux, user namespaces allowed) the family is
 
@@ -525,6 +525,7 @@ def main() -> None:
         if not data:
             return
         order += data
+    os.write(1, b"+")  # from here on, what happens to us may be the doing of the program
     answer = marshal.dumps(supervise(marshal.loads(order)))
     while answer:
         answer = answer[os.write(1, answer) :]

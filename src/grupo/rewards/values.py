@@ -46,9 +46,10 @@ class NumericCheck:
         self.extraction = extraction
 
     def judge(self, text: str, gold: Any) -> bool | None:
-        written, expected = self.extraction.find(text).answer, gold_text(gold)
-        if expected is None or read_gold(gold) is None:
+        expected = None if read_gold(gold) is None else gold_text(gold)
+        if expected is None:
             return None
+        written = self.extraction.find(text).answer
         return False if written is None else same_values(written, expected)
 
 
@@ -159,7 +160,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
         " ",
     ),
     (re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{3})"), ""),
-    (re.compile(r"[\u2212\u2013\uff0d]"), "-"),
+    (re.compile(r"[\u2212\uff0d]|(?<![\w)\]}])[\u2010-\u2013](?=\s?[0-9.\\$])"), "-"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{\s*([0-9.+\-]+)\s*\}"), r"{\1}"),
     (re.compile(r"\\(?:cdot|times)(?![A-Za-z])|[·×⋅]"), "*"),

@@ -6,6 +6,7 @@ n = completions of the call.
 from __future__ import annotations
 
 import inspect
+import keyword
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -208,7 +209,17 @@ def compared(same: bool, answer: str, gold: Any) -> Verdict:
 
 
 def keyword_signature(*names: str) -> inspect.Signature:
-    """The signature of a function that requires these keywords and takes any others."""
+    """The signature of a function that requires these keywords and takes any others.
+
+    Raises:
+        ConfigError: a dataset column whose name can be no parameter.
+    """
+    for name in names:
+        if not (isinstance(name, str) and name.isidentifier()) or keyword.iskeyword(name):
+            raise ConfigError(
+                f"Column {name!r:.80} cannot be named in the signature of a reward. Give the column a name of letters, "
+                "digits and underscores, in a recipe by dataset.rename, and name that."
+            )
     required = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     return inspect.Signature([*required, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
 
