@@ -146,8 +146,8 @@ def drawn_task(
 
     The held-out items come first, so that they stay the same whatever `train` is.
     """
-    levels = list(level) if isinstance(level, (list, tuple)) else [level]
     levels: list[Any] = list(level) if isinstance(level, (list, tuple)) else [level]
+    _check_levels(name, levels, len(generator.levels))
     _check_sizes(name, train, held_out)
     taken: set[Hashable] = set()
     randoms = {one: random.Random(f"{name}, level {one}, seed {seed}") for one in levels}
