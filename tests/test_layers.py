@@ -31,35 +31,17 @@ LAYERS = [
 ]
 LEVEL = {name: len(LAYERS) - level for level, names in enumerate(LAYERS) for name in names}
 
+SETTINGS = {"config", "config_fields", "config_rules", "optimizer_rules", "step_plan", "recipe", "sampling", "metrics"}
+
 # Parts that do not know each other although they stand side by side, or one above the other.
 STRANGERS = [
     (
         "algo",
-        {
-            "rewards",
-            "config",
-            "config_fields",
-            "config_rules",
-            "optimizer_rules",
-            "step_plan",
-            "recipe",
-            "sampling",
-            "metrics",
-        },
+        {"rewards", *SETTINGS},
     ),
     (
         "rewards",
-        {
-            "algo",
-            "config",
-            "config_fields",
-            "config_rules",
-            "optimizer_rules",
-            "step_plan",
-            "recipe",
-            "sampling",
-            "metrics",
-        },
+        {"algo", *SETTINGS},
     ),
     ("rollout", {"scoring"}),
     ("scoring", {"rollout"}),
