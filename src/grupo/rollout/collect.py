@@ -121,7 +121,10 @@ class RolloutCollector:
         slots = Slots(prompts, group_size=group_size, settings=settings)
 
         def sample(own: Sequence[int]) -> None:
-            slots.add(self._round(slots.prompts, own, group_size, sampling, purpose, rows_at_once, trainer_state))
+            def own_part() -> _Part:
+                return self._own_part(slots.prompts, own, group_size, sampling, purpose, rows_at_once, trainer_state)
+
+            slots.add(self._round(own_part))
             _check_failures(slots.rounds, settings)
 
         sample(numbers)
@@ -147,21 +150,12 @@ class RolloutCollector:
             seconds_rewarding=sum(one.seconds_rewarding for one in slots.rounds),
         )
 
-    def _round(
-        self,
-        prompts: Sequence[Prompt],
-        numbers: Sequence[int],
-        group_size: int,
-        sampling: SamplingSpec,
-        purpose: str,
-        rows_at_once: int | None,
-        trainer_state: Any,
-    ) -> Round:
-        """Samples and scores this rank's completions `numbers`; every rank enters, with or without any."""
+    def _round(self, own_part: Callable[[], _Part]) -> Round:
+        """Samples and scores this rank's completions by `own_part`; every rank enters, with or without any."""
         part: _Part | None = None
         error: Exception | None = None
         try:
-            part = self._own_part(prompts, numbers, group_size, sampling, purpose, rows_at_once, trainer_state)
+            part = own_part()
         except Exception as reason:  # whatever it is, the other ranks must hear of it before it goes on its way
             error = reason
         rows, logged, failures = self._exchange(part, error)
