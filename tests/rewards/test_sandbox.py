@@ -53,8 +53,8 @@ def marked(mark: str) -> list[int]:
     return [pid for pid, command in processes().items() if mark in command and pid != os.getpid()]
 
 
-def own_children() -> list[int]:
-    return [int(word) for word in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()]
+def own_children() -> set[int]:
+    return {int(word) for word in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()}
 
 
 def test_output_input_and_exit_code(within):
@@ -155,10 +155,11 @@ def test_output_right_at_the_cap_is_whole(within):
 
 def test_fork_bombs_end_and_leave_nothing(within):
     source = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass  # grupo-test-bomb"
+    before = own_children()  # other tests may have left the helper processes of multiprocessing
     started = time.monotonic()
     run = run_python(source, Limits(seconds=2.0), within=within)
     assert run.ended in ("timeout", "processes") and time.monotonic() - started < 10
-    assert own_children() == []
+    assert own_children() <= before
     assert len(processes()) < 1000
 
 
@@ -227,6 +228,7 @@ def test_stragglers_in_sessions_of_their_own_are_killed(within, depth):
     inner = STRAGGLER.format(depth=depth, mark=mark).replace("\n", "\n    ")
     source = f"import os, time\nif os.fork() == 0:\n    {inner}\n"
     source += "time.sleep(0.5)\nprint('left')"
+    before = own_children()
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.extend(_seen_within(mark, 2.0)))
     thread.start()
@@ -234,7 +236,7 @@ def test_stragglers_in_sessions_of_their_own_are_killed(within, depth):
     thread.join()
     assert run.ended == "exit" and run.stdout == "left\n"
     assert seen, "the straggler was never there: this test tests nothing"
-    assert marked(mark) == [] and own_children() == []
+    assert marked(mark) == [] and own_children() <= before
 
 
 def _seen_within(mark: str, seconds: float) -> list[int]:
