@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
 
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import check_curriculum_column
@@ -34,6 +34,7 @@ from grupo.data.prompts import (
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.hub_trainer import HubTrainer
 from grupo.metrics import MetricSums, merged
 from grupo.models.load import (
     adapter_settings,
@@ -92,7 +93,7 @@ from grupo.trainer_parts import (
 logger = logging.getLogger("grupo")
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(HubTrainer):
     """Trains a causal language model with Group Relative Policy Optimization (arXiv:2402.03300).
 
     Takes the keyword arguments of TRL's GRPOTrainer. `trainer.config` is the configuration as it was given;

@@ -24,8 +24,8 @@ Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich; 东京は�
 SAME = 1e-3
 """Nats. Two ways to the same float32 logits differ by their rounding errors, which are below this."""
 
-BOUNDS = {"float32": SAME, "float16": 0.1, "bfloat16": 1.0}
-"""Nats that rounding the weights may change a log-prob by."""
+BOUNDS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 3e-2, "f16": 1e-3, "q8_0": 3e-2}
+"""Nats a token that rounding the weights may move a model by: the divergence from float32 weights."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,23 @@ def difference(left: Tensor, right: Tensor) -> Difference:
     return Difference(float((left - right).abs().max()), float((left.exp() * (left - right)).sum(-1).mean()))
 
 
-def check_same(left: Tensor, right: Tensor, what: str, bound: float = SAME) -> Difference:
-    """Raises an ExportError where the log-probs differ by more than `bound` nats anywhere."""
+def check_same(left: Tensor, right: Tensor, what: str) -> Difference:
+    """Raises an ExportError where the log-probs differ by more than SAME anywhere."""
     found = difference(left, right)
-    if not found.largest <= bound:
+    if not found.largest <= SAME:
         raise ExportError(
             f"{what}: on {len(left)} tokens of text the log-probs differ by up to {found.largest:.3g} nats, and "
-            f"{bound:g} is the bound (divergence {found.divergence:.3g} nats a token). Nothing was written."
+            f"{SAME:g} is the bound. Nothing was written."
+        )
+    return found
+
+
+def check_close(left: Tensor, right: Tensor, what: str, bound: float) -> Difference:
+    """Raises an ExportError where the divergence is more than `bound` nats a token."""
+    found = difference(left, right)
+    if not found.divergence <= bound:
+        raise ExportError(
+            f"{what} is not the trained one: on {len(left)} tokens of text it diverges by {found.divergence:.3g} nats a "
+            f"token, and {bound:g} is the bound. Nothing was written."
         )
     return found

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.export.comparison import BOUNDS, Difference, check_ids, check_same, difference, logits_of
-from grupo.export.policies import Policy, open_folder, open_model
-from grupo.export.source import check_free, find_source, staged
-from grupo.models.load import load_policy, name_of
+from grupo.export.comparison import BOUNDS, Difference, check_close, check_ids, check_same, difference, logits_of
+from grupo.export.policies import on_original_base, open_folder, open_model
+from grupo.export.source import check_free, staged
+from grupo.models.load import load_policy
 
 logger = logging.getLogger("grupo")
 
@@ -76,42 +76,78 @@ def merge(
     output = Path(output)
     check_free(output)
     saved_as = None if dtype is None else dtype_named(dtype)
+    folded = fold(
+        model,
+        tokenizer=tokenizer,
+        base=base,
+        quantization_config=quantization_config,
+        base_weights=base_weights,
+        trust_remote_code=trust_remote_code,
+    )
+    saved_as = saved_as or folded.dtype
+    merged = folded.model
+    _cast(merged, saved_as)
+    _cast(merged, torch.float32)
+    rounded = logits_of(merged, folded.ids)
+    rounding = check_close(folded.logits, rounded, f"The model rounded to {_name(saved_as)}", BOUNDS[_name(saved_as)])
+    if saved_as is not torch.float32:
+        warn_about_loss(rounding, folded.effect, f"Rounding the weights to {_name(saved_as)}", "dtype='float32'")
+    _cast(merged, saved_as)
+    with staged(output) as folder:
+        merged.save_pretrained(str(folder), max_shard_size=max_shard_size)
+        if folded.tokenizer is not None:
+            folded.tokenizer.save_pretrained(str(folder))
+        is_tied = bool(merged.config.get_text_config().tie_word_embeddings)
+        ids, merging, effect = folded.ids, folded.merging, folded.effect
+        del merged, folded  # the room is for the model that comes back
+        again = load_policy(str(folder), {"dtype": torch.float32}, trust_remote_code=trust_remote_code)
+        check_same(rounded, logits_of(again, ids), "The model loaded back from its folder, against the one in memory")
+    return MergeReport(output, _name(saved_as), merging, rounding, effect, is_tied)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A trained policy as a plain model in float32, which nobody else holds, and what it says about a text."""
+
+    model: Any
+    tokenizer: Any
+    dtype: torch.dtype
+    """Of the base model as it is stored."""
+    ids: Tensor
+    """The text, (1, T)."""
+    logits: Tensor
+    """(T, V), of the adapter on its base."""
+    merging: Difference
+    effect: Difference
+
+
+def fold(model: Any, *, tokenizer: Any, base: str | None, quantization_config: Any, base_weights: str,
+         trust_remote_code: bool) -> Folded:  # fmt: skip
+    """Opens a policy and folds its adapter into its base, checked by logits. Arguments as in `merge`."""
     if base_weights not in ("dequantised", "original"):
         raise ConfigError(f"base_weights={base_weights!r} must be 'dequantised' or 'original'.")
-
     about: dict[str, Any] = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
     if isinstance(model, str | Path):
         policy = open_folder(model, base=base, quantization_config=quantization_config, **about)
     else:
         policy = open_model(model, **about)
     ids = check_ids(policy.tokenizer, policy.model.get_input_embeddings().weight.shape[0])
-    trained = logits_of(policy.model, ids)
-    effect = difference(_logits_of_base(policy.model, ids), trained)
+    logits = logits_of(policy.model, ids)
+    effect = difference(_logits_of_base(policy.model, ids), logits)
+    adapted = policy.model
     if base_weights == "original":
-        policy = _on_original_base(policy, model, base, about)
-        on_original = logits_of(policy.model, ids)
-        _warn_about_base(difference(trained, on_original), effect)
-        trained = on_original
-
-    saved_as = saved_as or policy.dtype
-    merged = fold_adapter(policy.model)
-    merging = check_same(trained, logits_of(merged, ids), "The merged model is not the adapter on its base")
-    _cast(merged, saved_as)
-    _cast(merged, torch.float32)
-    rounded = logits_of(merged, ids)
-    rounding = check_same(
-        trained, rounded, f"Weights rounded to {_name(saved_as)} are not the trained model", BOUNDS[_name(saved_as)]
-    )
-    _warn_about_rounding(rounding, effect, saved_as)
-
-    _cast(merged, saved_as)
-    with staged(output) as folder:
-        _save(merged, policy.tokenizer, folder, max_shard_size)
-        is_tied = bool(merged.config.get_text_config().tie_word_embeddings)
-        del merged, policy
-        again = load_policy(str(folder), {"dtype": torch.float32}, trust_remote_code=trust_remote_code)
-        check_same(rounded, logits_of(again, ids), "The model loaded back from the folder is not the one saved")
-    return MergeReport(output, _name(saved_as), merging, rounding, effect, is_tied)
+        adapted = on_original_base(policy, base, trust_remote_code=trust_remote_code)
+        trained, logits = logits, logits_of(adapted, ids)
+        found = difference(trained, logits)
+        logger.warning(
+            "base_weights='original': the adapter was trained on quantised weights and is merged into those before "
+            "quantisation. That moves the model by %.3g nats a token, and training moved it by %.3g.",
+            found.divergence,
+            effect.divergence,
+        )
+    merged = fold_adapter(adapted)
+    merging = check_same(logits, logits_of(merged, ids), "The merged model, against the adapter on its base")
+    return Folded(merged, policy.tokenizer, policy.dtype, ids, logits, merging, effect)
 
 
 def fold_adapter(model: Any) -> Any:
@@ -167,32 +203,16 @@ def _logits_of_base(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return logits_of(model, ids)
 
 
-def _on_original_base(policy: Policy, model: Any, base: str | None, about: dict[str, Any]) -> Policy:
-    """The adapter on the base as it was before quantisation."""
-    if not policy.was_quantised or not hasattr(policy.model, "get_base_model"):
-        raise ConfigError("base_weights='original' is for an adapter that was trained on a quantised base.")
-    raise NotImplementedError
-
-
-def _warn_about_base(found: Difference, effect: Difference) -> None:
-    logger.warning(
-        "base_weights='original': the adapter was trained on quantised weights and is merged into those before "
-        "quantisation. The log-probs of the two differ by up to %.3g nats, with a divergence of %.3g nats a token; "
-        "training itself changed %.3g.",
-        found.largest,
-        found.divergence,
-        effect.divergence,
-    )
-
-
-def _warn_about_rounding(rounding: Difference, effect: Difference, dtype: torch.dtype) -> None:
-    if dtype is not torch.float32 and effect.divergence and rounding.divergence > LOST * effect.divergence:
+def warn_about_loss(found: Difference, effect: Difference, what: str, instead: str) -> None:
+    """Says it where rounding moves the model by a good part of what training did."""
+    if effect.divergence and found.divergence > LOST * effect.divergence:
         logger.warning(
-            "Rounding the weights to %s moves the model by %.3g nats a token, and training moved it by %.3g: much of "
-            "what was learned may be lost. dtype='float32' keeps it.",
-            _name(dtype),
-            rounding.divergence,
+            "%s moves the model by %.3g nats a token, and training moved it by %.3g: a part of what was learned may be "
+            "lost. %s keeps it.",
+            what,
+            found.divergence,
             effect.divergence,
+            instead,
         )
 
 
@@ -200,12 +220,6 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters alone: the frequencies of rotary embeddings are a buffer, and stay in float32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-def _save(model: Any, tokenizer: Any, folder: Path, max_shard_size: str) -> None:
-    model.save_pretrained(str(folder), max_shard_size=max_shard_size)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
 
 
 def _name(dtype: torch.dtype) -> str:

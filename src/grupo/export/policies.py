@@ -79,7 +79,9 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
         UnsupportedError: an adapter of another kind, or several at once.
     """
     if not hasattr(model, "config"):
-        raise ConfigError(f"{type(model).__name__} is neither a model of transformers or PEFT nor the path of a folder.")
+        raise ConfigError(
+            f"{type(model).__name__} is neither a model of transformers or PEFT nor the path of a folder."
+        )
     has_adapter = hasattr(model, "get_base_model")
     if not has_adapter and getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedError(
@@ -100,6 +102,28 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
         again = _attach(_plain_float32(copied.unload()), folder)
     _check_all_trained_is_there(model, again, adapter)
     return Policy(again, tokenizer, dtype, was_quantised)
+
+
+def on_original_base(policy: Policy, base: str | None, *, trust_remote_code: bool) -> Any:
+    """The adapter on its base model as that was before quantisation.
+
+    Raises:
+        ConfigError: there is no adapter, the base was not quantised, or it exists in its quantised form only.
+    """
+    if not policy.was_quantised or not hasattr(policy.model, "get_base_model"):
+        raise ConfigError(
+            "base_weights='original' is for an adapter that was trained on a quantised base; leave it out."
+        )
+    name = base or name_of(policy.model)
+    original = load_policy(name, {"dtype": torch.float32}, trust_remote_code=trust_remote_code)
+    if is_quantised(original):
+        raise ConfigError(
+            f"base_weights='original': {name!r} itself is quantised. Name the model that it was made from: "
+            "base=NAME_OR_PATH (--base)."
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        policy.model.save_pretrained(scratch, save_embedding_layers=False)
+        return _attach(original, Path(scratch))
 
 
 def is_quantised(model: Any) -> bool:

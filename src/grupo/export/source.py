@@ -33,7 +33,7 @@ class Source:
 
     @property
     def adapter_config(self) -> dict[str, Any]:
-        return _json(self.folder / ADAPTER_CONFIG) if self.is_adapter else {}
+        return read_json(self.folder / ADAPTER_CONFIG) if self.is_adapter else {}
 
 
 def find_source(path: str | Path) -> Source:
@@ -95,7 +95,8 @@ def _has(folder: Path, names: tuple[str, ...]) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises a ConfigError where the file is damaged."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
