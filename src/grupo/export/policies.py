@@ -1,19 +1,23 @@
-"""The trained policy in float32 on the CPU, from a folder or from a model that is in use: adapter on dequantised base."""
+"""The trained policy in float32 on the CPU, adapter on dequantised base, from a folder or from a model in use."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError
-from grupo.export.source import find_source
+from grupo.export.source import ADAPTER_CONFIG, find_source, read_json
 from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
 
 
@@ -91,15 +95,12 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
     if tokenizer is None and name_of(model):
         tokenizer = _tokenizer_of(None, model, trust_remote_code=trust_remote_code)
     dtype, was_quantised = _dtype_in_memory(base_model(model)), is_quantised(base_model(model))
-    copied = _copied(model)
     if not has_adapter:
-        return Policy(_plain_float32(copied), tokenizer, dtype, was_quantised)
+        return Policy(_base_copy(model), tokenizer, dtype, was_quantised)
     (adapter,) = _one_adapter(model)
-    with tempfile.TemporaryDirectory() as scratch:
-        # The adapter goes by way of its files: what they lack is noticed.
-        model.save_pretrained(scratch, selected_adapters=[adapter], save_embedding_layers=False)
-        folder = Path(scratch) if adapter == "default" else Path(scratch) / adapter
-        again = _attach(_plain_float32(copied.unload()), folder)
+    # The adapter goes by way of its files: what they lack is noticed.
+    with _saved(model, adapter) as folder:
+        again = _attach(_base_copy(model), folder)
     _check_all_trained_is_there(model, again, adapter)
     return Policy(again, tokenizer, dtype, was_quantised)
 
@@ -121,9 +122,21 @@ def on_original_base(policy: Policy, base: str | None, *, trust_remote_code: boo
             f"base_weights='original': {name!r} itself is quantised. Name the model that it was made from: "
             "base=NAME_OR_PATH (--base)."
         )
+    with _saved(policy.model, *_one_adapter(policy.model)) as folder:
+        return _attach(original, folder)
+
+
+@contextlib.contextmanager
+def _saved(model: Any, adapter: str) -> Iterator[Path]:
+    """The adapter in a folder of its own, for a base model that has the changes which some adapters begin with."""
     with tempfile.TemporaryDirectory() as scratch:
-        policy.model.save_pretrained(scratch, save_embedding_layers=False)
-        return _attach(original, Path(scratch))
+        model.save_pretrained(scratch, selected_adapters=[adapter], save_embedding_layers=False)
+        folder = Path(scratch) if adapter == "default" else Path(scratch) / adapter
+        config = read_json(folder / ADAPTER_CONFIG)
+        # PiSSA and others move a part of the base model into the adapter when they start; that is done.
+        if "init_lora_weights" in config:
+            (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, "init_lora_weights": True}), encoding="utf-8")
+        yield folder
 
 
 def is_quantised(model: Any) -> bool:
@@ -144,7 +157,10 @@ def _attach(model: Any, folder: Path) -> Any:
     saved = load_peft_weights(str(folder), device="cpu")
     _resize_vocabulary(model, saved, folder)
     try:
-        adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
+        with warnings.catch_warnings():
+            # Whether head and embedding stay tied is decided, and said, by who merges.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ConfigError(f"The adapter {folder} does not fit the base model {name_of(model)!r}: {error}") from error
     missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - saved.keys()
@@ -180,20 +196,38 @@ def _resize_vocabulary(model: Any, saved: Mapping[str, Tensor], folder: Path) ->
             )
 
 
-def _copied(model: Any) -> Any:
-    """The structure of a model with float32 weights of its own on the CPU; quantised ones are dequantised."""
+def _base_copy(model: Any) -> Any:
+    """A copy of the model below the adapter, with float32 weights of its own on the CPU; none is quantised.
+
+    The structure is copied and the weights are put into it: the model may be on a GPU that has no room for two.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in memo:
                 weight = _dequantised(module, parameter).detach().to("cpu", torch.float32, copy=True)
                 memo[id(parameter)] = nn.Parameter(weight, requires_grad=False)
+        for tensor in _computed_tensors(vars(module)):
+            memo[id(tensor)] = tensor.detach()  # of tied adapters; autograd forbids its copy
     copied = copy.deepcopy(model, memo)
     for part in copied.modules():
         # Of accelerate: wrappers around the forward of the model that was copied.
         for name in ("forward", "_hf_hook", "_old_forward"):
             vars(part).pop(name, None)
-    return copied.to("cpu")
+    if hasattr(copied, "get_base_model"):
+        for name, part in list(copied.base_model.model.named_modules()):
+            if isinstance(part, ModulesToSaveWrapper):  # PEFT would unload it with what was trained
+                copied.base_model.model.set_submodule(name, part.original_module)
+        copied = copied.unload()
+    return _plain_float32(copied.to("cpu"))
+
+
+def _computed_tensors(values: Mapping[Any, Any]) -> Iterator[Tensor]:
+    for value in values.values():
+        if isinstance(value, Tensor) and not value.is_leaf:
+            yield value
+        elif type(value) is dict:
+            yield from _computed_tensors(value)
 
 
 def _plain_float32(model: Any) -> Any:
@@ -234,8 +268,8 @@ def _one_adapter(model: Any) -> list[str]:
     active = list(getattr(model, "active_adapters", []))
     if len(active) != 1:
         raise UnsupportedError(
-            f"The model has {len(active)} active adapters ({', '.join(active) or 'none'}), and one is merged. Choose it by "
-            "model.set_adapter(NAME); several are combined by model.add_weighted_adapter(...)."
+            f"The model has {len(active)} active adapters ({', '.join(active) or 'none'}), and one is merged. Choose "
+            "it by model.set_adapter(NAME); several are combined by model.add_weighted_adapter(...)."
         )
     return active
 
