@@ -43,6 +43,7 @@ from grupo.models.load import (
     check_trainable,
     context_length,
     name_of,
+    quantization,
     stop_token_ids,
     vocabulary_size,
 )
@@ -514,6 +515,7 @@ class GRPOTrainer(HubTrainer):
                     plan=self.plan.describe(),
                     trainable_parameters=self.trainable_parameters,
                     parameters=self.total_parameters,
+                    quantization=quantization(self.model),
                     micro_batch_tokens=self.policy_update.token_budget,
                 ),
             )

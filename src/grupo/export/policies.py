@@ -10,14 +10,17 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError
 from grupo.export.source import ADAPTER_CONFIG, find_source, read_json
+from grupo.hub import is_out_of_reach
 from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
 
 
@@ -55,6 +58,9 @@ def open_folder(
         raise ConfigError(f"{source.folder} is a whole model, and base={base!r} is for an adapter. Leave it out.")
     revision = {"revision": source.adapter_config["revision"]} if source.adapter_config.get("revision") else {}
     try:
+        config = _config(name, trust_remote_code=trust_remote_code, **(revision if base is None else {}))
+        if quantization_config is None and source.quantization and not hasattr(config, "quantization_config"):
+            quantization_config = AutoQuantizationConfig.from_dict(source.quantization)
         model = load_policy(
             name,
             {"dtype": torch.float32, **(revision if base is None else {})},
@@ -67,7 +73,7 @@ def open_folder(
         raise ConfigError(f"{error} It is the base model of the adapter {source.folder}; base=NAME_OR_PATH (--base) "
                           "says where it is now.") from error  # fmt: skip
     was_quantised = is_quantised(model)
-    dtype = _stored_dtype(name, trust_remote_code=trust_remote_code)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if tokenizer is None:
         tokenizer = _tokenizer_of(source.folder, model, trust_remote_code=trust_remote_code)
     model = _plain_float32(model)
@@ -260,8 +266,8 @@ def _dequantised(module: Any, parameter: Tensor) -> Tensor:
         return parameter
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
-    weight: Tensor = dequantize_bnb_weight(parameter, getattr(module, "state", None))
-    return weight
+    weight: Any = dequantize_bnb_weight(cast(nn.Parameter, parameter), getattr(module, "state", None))
+    return cast(Tensor, weight)
 
 
 def _one_adapter(model: Any) -> list[str]:
@@ -287,16 +293,18 @@ def _check_all_trained_is_there(model: Any, again: Any, adapter: str) -> None:
             )
 
 
-def _stored_dtype(name: str, *, trust_remote_code: bool) -> torch.dtype:
-    """What the weights of a model are kept in, as its config.json says; float32 where it does not."""
-    from transformers import AutoConfig
+def _config(name: str, *, trust_remote_code: bool, **where: Any) -> Any:
+    """The configuration of a model as it is stored, with the dtype of its weights.
 
-    from grupo.hub import is_out_of_reach
-
-    config = AutoConfig.from_pretrained(
-        name, trust_remote_code=trust_remote_code, local_files_only=is_out_of_reach(name)
-    )
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    Raises:
+        ConfigError: there is none.
+    """
+    if is_out_of_reach(name):
+        where["local_files_only"] = True
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"There is no model to be had by the name {name!r}.") from error
 
 
 def _dtype_in_memory(model: Any) -> torch.dtype:
@@ -308,8 +316,6 @@ def _dtype_in_memory(model: Any) -> torch.dtype:
 
 def _tokenizer_of(folder: Path | None, model: Any, *, trust_remote_code: bool) -> Any:
     """The tokenizer in the folder, else the one beside the base model; None where there is none."""
-    from transformers import AutoTokenizer
-
     if folder is not None and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     try:
