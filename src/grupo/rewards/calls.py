@@ -41,22 +41,33 @@ class Function:
     """No other function of the batch may run at the same time."""
     runs_in_calling_thread: bool = False
     """Without a limit, while others run in threads of their own."""
+    runs_beside_scoring: bool = False
+    """It waits for something else, and does not use the model that is trained."""
+    runs_beside_scoring: bool = False
+    """It waits for something else, and shares nothing with the model that is trained."""
 
     @staticmethod
     def of(call: Callable[..., Any], name: str) -> Function:
         inner: Any = call
         bound: set[str] = set()
-        alone = getattr(call, "runs_alone", False)
+        layers = [inner]
         while isinstance(inner, functools.partial):
             bound.update(inner.keywords)
-            inner = inner.func
-            alone = alone or getattr(inner, "runs_alone", False)
+            layers.append(inner := inner.func)
+
+        def marked(mark: str) -> bool:
+            return any(getattr(layer, mark, False) for layer in layers)
+
         is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-        in_caller = getattr(inner, "runs_in_calling_thread", False)
+        marks = (
+            marked("runs_alone"),
+            marked("runs_in_calling_thread"),
+            (is_async or marked("runs_beside_scoring")) and not marked("runs_alone"),
+        )
         try:
             parameters = inspect.signature(call).parameters.values()
         except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide
-            return Function(call, name, is_async, None, frozenset(), (), frozenset(bound), alone, in_caller)
+            return Function(call, name, is_async, None, frozenset(), (), frozenset(bound), *marks)
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if positional:
             raise RewardError(
@@ -68,7 +79,7 @@ class Function:
         names = frozenset(parameter.name for parameter in named)
         required = tuple(p.name for p in named if p.default is p.empty and p.name not in bound)
         accepted = None if takes_any else names
-        return Function(call, name, is_async, accepted, names, required, frozenset(bound), alone, in_caller)
+        return Function(call, name, is_async, accepted, names, required, frozenset(bound), *marks)
 
     def select(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the keywords that the function takes, lists and dictionaries copied."""
@@ -145,8 +156,8 @@ Done = queue.SimpleQueue[tuple["Job", Outcome]]
 """Where threads leave the outcomes of their jobs."""
 
 
-def start_in_thread(job: Job, done: Done) -> None:
-    """Run a synchronous function in a daemon thread of its own, which can be left behind."""
+def start_in_thread(job: Job, tell: Callable[[Outcome], None]) -> None:
+    """Run a synchronous function in a daemon thread of its own, which can be left behind; it ends by `tell`."""
     context = contextvars.copy_context()
 
     def work() -> None:
@@ -154,7 +165,7 @@ def start_in_thread(job: Job, done: Done) -> None:
             outcome = Outcome(context.run(job.function.call, **job.keywords))
         except BaseException as error:  # user code: even exit() in checked code must not end the run
             outcome = _failed(error)
-        done.put((job, outcome))
+        tell(outcome)
 
     threading.Thread(target=work, name=f"grupo-reward-{job.function.name}", daemon=True).start()
 
@@ -193,6 +204,8 @@ def call_here(job: Job) -> Outcome:
 
 async def call_and_wait(job: Job, timeout: float | None) -> Outcome:
     async def call() -> Outcome:
+        if not job.function.is_async:
+            return await _in_thread(job)
         try:
             return Outcome(await job.function.call(**job.keywords))
         except BaseException as error:  # user code: it would end the loop's thread otherwise
@@ -205,6 +218,26 @@ async def call_and_wait(job: Job, timeout: float | None) -> Outcome:
         return task.result()
     task.cancel()
     return Outcome(timed_out=timeout)
+
+
+async def _in_thread(job: Job) -> Outcome:
+    """Not the executor of the event loop: its threads would have to end before the program does."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[Outcome] = loop.create_future()
+
+    def tell(outcome: Outcome) -> None:
+        if not told.done():
+            told.set_result(outcome)
+
+    start_in_thread(job, lambda outcome: loop.call_soon_threadsafe(tell, outcome))
+    return await told
+
+
+async def _in_thread(job: Job) -> Outcome:
+    # Not in the executor of the loop, whose threads have to end before the program does.
+    loop, done = asyncio.get_running_loop(), asyncio.Queue[tuple[Job, Outcome]]()
+    start_in_thread(job, lambda told: loop.call_soon_threadsafe(done.put_nowait, told))
+    return (await done.get())[1]
 
 
 def _failed(error: BaseException) -> Outcome:
