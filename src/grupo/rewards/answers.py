@@ -39,7 +39,8 @@ _INSIDE_FORMULA = re.compile(
     r"(?:\^|√|\\sqrt(?:\[[^\]]*\])?|\\[dt]?frac(?:\{(?:[^{}]|\{[^{}]*\})*\}|\s*[0-9])?)\s*\{?\s*$"
 )
 _FORMULA_GOES_ON = re.compile(
-    r"[,.]?\s?(?:\\?\^(?!\\circ|\{\\circ)|\\pi\b|π|√|\\sqrt|\\[dt]?frac|[²³⁴⁵⁶⁷⁸⁹½⅓⅔¼¾]|and an? (?:half|third|quarter)\b)"
+    r"[,.]?\s?(?:\\?\^(?!\\circ|\{\\circ)|\\pi\b|π|√|\\sqrt|\\[dt]?frac|[²³⁴⁵⁶⁷⁸⁹½⅓⅔¼¾]"
+    r"|and an? (?:half|third|quarter)\b)"
 )
 _BEFORE_SCALE = re.compile(r"(?:[$*~ \u00a0-]|\\[,;: ]|\\(?:text|textrm|mathrm|mbox)\s*\{)*")
 _LONGEST_SCALE = 60
