@@ -167,7 +167,8 @@ class LLMJudge:
             example = next(failure for failure in answers.failures.values() if failure.kind == "denied")
             raise RewardError(
                 f"{self.__name__}: the server at {self.server.url} refuses to judge with the model "
-                f"'{self.server.model}' ({example}). Check base_url (it usually ends in /v1), the name of the model and api_key_env."
+                f"'{self.server.model}' ({example}). Check base_url (it usually ends in /v1), the name of the model "
+                "and api_key_env."
             )
         if answers.verdicts or kinds - SERVER_IS_GONE:
             self._dead_batches = 0
