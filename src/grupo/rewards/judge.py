@@ -64,6 +64,8 @@ class LLMJudge:
         if on_failure not in ("abstain", "fail"):
             raise ConfigError(f"on_failure={on_failure!r} is unknown: set it to 'abstain' or 'fail'.")
         self.server = server
+        # With the rubric, what a grade depends on.
+        self.model, self.scale, self.request = server.model, server.scale, server.request
         self.rubric = rubric
         self.reference_column = reference_column
         self.on_failure = on_failure
@@ -95,7 +97,7 @@ class LLMJudge:
                 rows.append(None)
                 continue
             messages = self.messages(prompt, answer, reference)
-            rows.append(key := _digest([self.server.model, self.server.request, messages]))
+            rows.append(key := _digest([self.model, self.request, messages]))
             questions[key] = messages
         known = {key: verdict for key in questions if (verdict := self.server.cache.get(key)) is not None}
         answers = await self.server.ask({key: question for key, question in questions.items() if key not in known})
@@ -110,13 +112,13 @@ class LLMJudge:
 
     def value(self, score: float) -> float:
         """A grade as a reward."""
-        (low, high), (worst, best) = self.server.scale, self.value_range
+        (low, high), (worst, best) = self.scale, self.value_range
         share = (score - low) / (high - low)
         return min(max((1 - share) * worst + share * best, worst), best)
 
     def messages(self, prompt: Any, answer: str, reference: Any = None) -> Messages:
         """What the judge is asked about one completion."""
-        low, high = self.server.scale
+        low, high = self.scale
         parts = [("question", _shown(_prompt_text(prompt))), ("answer to grade", _shown(answer))]
         if reference is not None:
             parts.insert(1, ("reference answer", _shown(str(reference))))
@@ -145,7 +147,7 @@ class LLMJudge:
                 logger.warning(
                     "%s (%s at %s) has no verdict on %d of %d completions, by '%s': %s. They %s. This is said once per "
                     "kind; %s/failed_share counts all.",
-                    self.__name__, self.server.model, self.server.url, count, len(rows), kind, example,
+                    self.__name__, self.model, self.server.url, count, len(rows), kind, example,
                     "abstain" if self.on_failure == "abstain" else "are left out of the loss", self.__name__,
                 )  # fmt: skip
         if log_metric is not None and rows:
@@ -167,7 +169,7 @@ class LLMJudge:
             example = next(failure for failure in answers.failures.values() if failure.kind == "denied")
             raise RewardError(
                 f"{self.__name__}: the server at {self.server.url} refuses to judge with the model "
-                f"'{self.server.model}' ({example}). Check base_url (it usually ends in /v1), the name of the model "
+                f"'{self.model}' ({example}). Check base_url (it usually ends in /v1), the name of the model "
                 "and api_key_env."
             )
         if answers.verdicts or kinds - SERVER_IS_GONE:
