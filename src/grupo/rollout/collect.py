@@ -30,8 +30,6 @@ from grupo.sampling import SamplingSpec
 logger = logging.getLogger("grupo")
 
 Result = TypeVar("Result")
-Meanwhile = Callable[[dict[int, Sample]], None]
-"""What is done with a rank's samples, by completion number, before their rewards are known."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class _Sampled:
 
 @dataclass
 class _Aside:
-    """What a rank does while rewards are awaited: its time is not theirs, and neither is what it raises."""
+    """What is done while rewards are awaited: its time is not theirs, and neither is what it raises."""
 
     work: Callable[[], None]
     seconds: float = 0.0
@@ -135,7 +133,7 @@ class RolloutCollector:
         purpose: str = "train",
         rows_at_once: int | None = None,
         refill: Refill | None = None,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Callable[[dict[int, Sample]], None] | None = None,
     ) -> RolloutResult:
         """Collects one rollout.
 
@@ -145,8 +143,8 @@ class RolloutCollector:
             purpose: keeps the random numbers of training and evaluation apart.
             rows_at_once: most completions that the engine samples together; None: all of them.
             refill: replaces groups without a signal, in their slots; None: they stay.
-            meanwhile: called once on every rank while rewards are awaited; it may use collectives. Not together with
-                `refill`.
+            meanwhile: called once on every rank while rewards are awaited, with its samples by completion number; it
+                may use collectives. Not together with `refill`.
 
         Raises:
             RewardError: on every rank, if a reward function broke the contract on any of them, or failed too often.
@@ -158,11 +156,7 @@ class RolloutCollector:
             def generate() -> _Sampled:
                 return self._sampled(slots.prompts, own, group_size, sampling, purpose, rows_at_once)
 
-            def beside(sampled: _Sampled) -> None:
-                assert meanwhile is not None
-                meanwhile(_before_rewards(sampled, settings))
-
-            slots.add(self._round(generate, None if meanwhile is None else beside, trainer_state))
+            slots.add(self._round(generate, meanwhile, settings, trainer_state))
             _check_failures(slots.rounds, settings)
 
         sample(numbers)
@@ -189,16 +183,20 @@ class RolloutCollector:
         )
 
     def _round(
-        self, generate: Callable[[], _Sampled], beside: Callable[[_Sampled], None] | None, trainer_state: Any
+        self,
+        generate: Callable[[], _Sampled],
+        meanwhile: Callable[[dict[int, Sample]], None] | None,
+        settings: AdvantageSettings,
+        trainer_state: Any,
     ) -> Round:
         """Samples and scores this rank's completions; every rank enters, with or without any."""
         part: _Part | None = None
         sampled, error = _attempt(generate)
-        if beside is not None:
+        if meanwhile is not None:
             # It has collectives of its own: all ranks begin it, or none.
             _raise_any(self.all_gather(_as_message(error)), error)
         if sampled is not None:
-            aside = None if beside is None else _Aside(functools.partial(beside, sampled))
+            aside = meanwhile and _Aside(functools.partial(meanwhile, _before_rewards(sampled, settings)))
             part, error = _attempt(functools.partial(self._part, sampled, aside, trainer_state))
             if aside is not None and aside.error is not None:
                 raise aside.error
