@@ -43,8 +43,6 @@ class Function:
     """Without a limit, while others run in threads of their own."""
     runs_beside_scoring: bool = False
     """It waits for something else, and does not use the model that is trained."""
-    runs_beside_scoring: bool = False
-    """It waits for something else, and shares nothing with the model that is trained."""
 
     @staticmethod
     def of(call: Callable[..., Any], name: str) -> Function:
@@ -53,17 +51,14 @@ class Function:
         layers = [inner]
         while isinstance(inner, functools.partial):
             bound.update(inner.keywords)
-            layers.append(inner := inner.func)
-
-        def marked(mark: str) -> bool:
-            return any(getattr(layer, mark, False) for layer in layers)
-
+            inner = inner.func
+            layers.append(inner)
         is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-        marks = (
-            marked("runs_alone"),
-            marked("runs_in_calling_thread"),
-            (is_async or marked("runs_beside_scoring")) and not marked("runs_alone"),
+        alone, in_caller, beside = (
+            any(getattr(layer, mark, False) for layer in layers)
+            for mark in ("runs_alone", "runs_in_calling_thread", "runs_beside_scoring")
         )
+        marks = (alone, in_caller, (is_async or beside) and not alone)
         try:
             parameters = inspect.signature(call).parameters.values()
         except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide
@@ -156,8 +151,8 @@ Done = queue.SimpleQueue[tuple["Job", Outcome]]
 """Where threads leave the outcomes of their jobs."""
 
 
-def start_in_thread(job: Job, tell: Callable[[Outcome], None]) -> None:
-    """Run a synchronous function in a daemon thread of its own, which can be left behind; it ends by `tell`."""
+def start_in_thread(job: Job, tell: Callable[[tuple[Job, Outcome]], Any]) -> None:
+    """Run a synchronous function in a daemon thread of its own, which can be left behind."""
     context = contextvars.copy_context()
 
     def work() -> None:
@@ -165,7 +160,7 @@ def start_in_thread(job: Job, tell: Callable[[Outcome], None]) -> None:
             outcome = Outcome(context.run(job.function.call, **job.keywords))
         except BaseException as error:  # user code: even exit() in checked code must not end the run
             outcome = _failed(error)
-        tell(outcome)
+        tell((job, outcome))
 
     threading.Thread(target=work, name=f"grupo-reward-{job.function.name}", daemon=True).start()
 
@@ -203,6 +198,8 @@ def call_here(job: Job) -> Outcome:
 
 
 async def call_and_wait(job: Job, timeout: float | None) -> Outcome:
+    """On an event loop; a synchronous function runs in a thread of its own, which the loop waits for."""
+
     async def call() -> Outcome:
         if not job.function.is_async:
             return await _in_thread(job)
@@ -218,19 +215,6 @@ async def call_and_wait(job: Job, timeout: float | None) -> Outcome:
         return task.result()
     task.cancel()
     return Outcome(timed_out=timeout)
-
-
-async def _in_thread(job: Job) -> Outcome:
-    """Not the executor of the event loop: its threads would have to end before the program does."""
-    loop = asyncio.get_running_loop()
-    told: asyncio.Future[Outcome] = loop.create_future()
-
-    def tell(outcome: Outcome) -> None:
-        if not told.done():
-            told.set_result(outcome)
-
-    start_in_thread(job, lambda outcome: loop.call_soon_threadsafe(tell, outcome))
-    return await told
 
 
 async def _in_thread(job: Job) -> Outcome:

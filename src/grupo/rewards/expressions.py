@@ -226,12 +226,12 @@ def _quantity(text: str) -> tuple[ExactNumber, str | None] | None:
 
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 """Words behind a number that multiply it. The percent sign and the word are units: 50 % is written as 50."""
-_SCALE = re.compile(rf"({'|'.join(SCALES)})s?(?![\w-])\s*", re.IGNORECASE)
+_SCALE = re.compile(rf"({'|'.join(SCALES)})s?(?![\w-]) *", re.IGNORECASE)
 
 
 def scale_of(words: str) -> tuple[int, str]:
     """What the leading words multiply a number by, and the rest: (10**8, "people") for `hundred million people`."""
-    factor, words = 1, words.strip()
+    factor = 1
     while scale := _SCALE.match(words):
         factor *= SCALES[scale[1].lower()]
         words = words[scale.end() :]
@@ -239,7 +239,7 @@ def scale_of(words: str) -> tuple[int, str]:
 
 
 def _scaled(number: ExactNumber, unit: str, power: str) -> tuple[ExactNumber, str | None] | None:
-    factor, rest = scale_of(unit)
+    factor, rest = scale_of(unit.strip())
     if power and not rest:  # 5 million^2
         return None
     try:
