@@ -17,6 +17,7 @@ PACKAGE = Path(grupo.__file__).parent
 
 # A module imports from its own row and from the rows below it, never from those above.
 LAYERS = [
+    ["__main__"],
     ["cli"],
     ["check_command", "train_command"],
     ["console", "trainer"],
