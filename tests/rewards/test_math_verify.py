@@ -394,13 +394,18 @@ def test_both_are_verifiers_as_rewards_and_checks_take_them(verifier: MathVerify
         [boxed("1+x"), boxed("x+2"), "", boxed("x+1"), boxed("58 cm")],
         ["x+1", "x+1", "x+1", None, "58"],
     )
-    assert reward_from(verifier, right=1.0)(completions, answer=golds) == [1.0, 0.0, 0.0, None, 1.0]
+    with pytest.warns(UserWarning, match="math_verify cannot read 1 of 5 gold answers"):
+        assert reward_from(verifier, right=1.0)(completions, answer=golds) == [1.0, 0.0, 0.0, None, 1.0]
     with pytest.warns(UserWarning, match="numeric_check cannot read 1 of 5 gold answers"):
         assert reward_from(NumericCheck(), right=1.0)(completions, answer=golds) == [1.0, 0.0, 0.0, None, None]
     rows = [{"prompt": f"q{place}", "answer": str(40 + place)} for place in range(8)]
     assert check_rewards(math_accuracy(), rows, verifiers=[verifier, NumericCheck()]).faults == ()
-    report = check_rewards(math_accuracy(), rows, verifiers=[NumericCheck(extraction=Extraction(("hash",)))])
-    assert report.names == ["constant"] and report.faults[0].reward == "numeric_check"
+
+    def mentions(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
+
+    faults = check_rewards(mentions, rows, verifiers=[NumericCheck()]).faults
+    assert ("verifiers-disagree", "mentions + numeric_check") in [(fault.name, fault.reward) for fault in faults]
 
 
 def test_the_examples_of_the_page_run() -> None:
