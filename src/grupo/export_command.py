@@ -82,7 +82,7 @@ def export(run: str, to: str, options: ExportOptions) -> int:
         print(f"{merged.folder}  {merged.dtype}, head and embedding {'tied' if merged.is_tied else 'apart'}")
         print(f"merged against adapter on base: log-probs differ by {merged.merging.largest:.1e} nats at most")
         print(f"rounding to {merged.dtype}: {merged.rounding.divergence:.1e} nats a token; "
-              f"training changed {merged.effect.divergence:.1e}")  # fmt: skip
+              f"training moved it by {merged.effect.divergence:.1e}")  # fmt: skip
         return 0
     quantization = options.quantization or "q8_0"
     made = to_gguf(
@@ -90,7 +90,7 @@ def export(run: str, to: str, options: ExportOptions) -> int:
     )
     print(f"{made.file}  {made.quantization}, {made.bytes / 1e6:.1f} MB, pre-tokenizer {made.pre_tokenizer}")
     print(f"loaded back: {made.rounding.divergence:.1e} nats a token from the trained model; "
-          f"training changed {made.effect.divergence:.1e}")  # fmt: skip
+          f"training moved it by {made.effect.divergence:.1e}")  # fmt: skip
     return 0
 
 

@@ -224,6 +224,9 @@ def test_the_command_uploads_a_finished_run_with_its_card(
     card = (there / "README.md").read_text(encoding="utf-8")
     assert "## Recipe" in card and "held-out" in card and "reward.svg" in card
     assert (there / "reward.svg").is_file() and not (there / "completions.jsonl").exists()
+    assert main(["export", str(tmp_path / "run"), "--to", "merged", "--output", str(tmp_path / "merged")]) == 0
+    merged = (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
+    assert "held-out" in merged and "\nlibrary_name: transformers\n" in merged and "reward.svg" in merged
     assert json.loads((there / "summary.json").read_text())["steps"] == 2
     hub.fault = lambda method, path: 500 if "/commit/" in path else None
     monkeypatch.setattr("grupo.hub_trainer.HubTrainer.upload_wait", 0.01)
