@@ -81,6 +81,7 @@ def test_every_field_of_trl_has_its_default() -> None:
 
 def test_own_fields() -> None:
     assert {name: field_default(FIELDS[name]) for name in GRUPO_ROWS} == {
+        "chat_template": None,
         "max_prompt_length": None,
         "overlong_prompts": "filter",
         "micro_batch_tokens": None,

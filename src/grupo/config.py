@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_bitsandbytes_available, is_torch_bf16_gpu_available
 
 from grupo import config_rules as rules
+from grupo.chat_templates import check_template_name
 from grupo.config_rules import logger
 from grupo.errors import ConfigError
 from grupo.optimizer_rules import check_optimizer_arguments, check_schedule
@@ -129,7 +130,11 @@ class GRPOConfig(TrainingArguments):
     min_p: float | None = None
     """Smallest probability that sampling keeps, as a share of the largest one; None: all."""
     generation_kwargs: dict[str, Any] | str | None = None
-    """Further sampling settings: the keys of the sampling fields here, and stop_token_ids. A dict, or JSON text."""
+    """Further sampling settings: the keys of the sampling fields here, stop_token_ids, and stop: texts of one token
+    each that end a completion. A dict, or JSON text."""
+    chat_template: str | None = None
+    """Ready-made chat template by its name ("chatml", "llama-3", "gemma", "mistral", "plain"), or the text of one in
+    Jinja; None: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] | str | None = None
     """Keywords of the chat template; a dict, or JSON text."""
     repetition_penalty: float = 1.0
@@ -310,6 +315,7 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._normalise()
         rules.check_choices(self)
+        check_template_name(self.chat_template)
         rules.check_treatments(self)
         rules.check_launcher()
         plain_types = rules.plain_types(type(self))
@@ -348,6 +354,11 @@ class GRPOConfig(TrainingArguments):
     def sampling_spec(self) -> SamplingSpec:
         """The sampling settings of training: the fields with generation_kwargs on top."""
         return SamplingSpec(max_new_tokens=self.max_completion_length, **rules.merged_sampling(self))
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """What ends a completion besides ids and the model's own end tokens; a tokenizer makes ids of it."""
+        return rules.stop_texts(self)
 
     @property
     def training_temperature(self) -> float:

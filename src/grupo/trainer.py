@@ -35,12 +35,14 @@ from grupo.data.prompts import (
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
+from grupo.models.asked import asked_of
 from grupo.models.load import (
     adapter_settings,
     base_model,
     check_stop_token_ids,
     check_trainable,
     context_length,
+    ids_of_stop_texts,
     name_of,
     stop_token_ids,
     vocabulary_size,
@@ -171,12 +173,16 @@ class GRPOTrainer(Trainer):
         set_seed(args.seed)
         model = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
         self.trainable_parameters, self.total_parameters = check_trainable(model)
-        self.context_length = context_length(model)
+        asked = asked_of(model)
+        self.context_length = min(filter(None, (context_length(model), asked.max_seq_length)), default=None)
         self.vocabulary_size = vocabulary_size(model)
         check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
         self.tokenizer = tokenizer_of(model, args, processing_class)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
-        self.stop_token_ids = stop_token_ids(self.tokenizer, model)
+        self.stop_token_ids = (
+            *stop_token_ids(self.tokenizer, model),
+            *ids_of_stop_texts(self.tokenizer, args.stop_texts),
+        )
         self.train_rows = self.tokenized_rows(train_dataset, "training") if train_dataset is not None else []
         if train_dataset is not None:
             self.plan = StepPlan.from_config(args, num_prompts=len(self.train_rows))
@@ -190,7 +196,7 @@ class GRPOTrainer(Trainer):
 
         super().__init__(
             model=model,
-            args=one_item_per_step(args),
+            args=one_item_per_step(args, asked),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.tokenizer,
@@ -646,7 +652,7 @@ class GRPOTrainer(Trainer):
             token_budget=self._token_budget(),
             on_token_budget=self._write_token_budget,
             checkpointing=bool(self.args.gradient_checkpointing),
-            offload_activations=self.config.offload_activations,
+            offload_activations=self.args.offload_activations,
             all_gather=self._all_gather,
             autocast=self.accelerator.autocast,
             dtype=torch.float64 if torch.float64 in floats else torch.float32,

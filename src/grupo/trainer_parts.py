@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,16 +11,20 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from grupo.algo.entropy import EntropyController
 from grupo.algo.losses import Objective
+from grupo.chat_templates import set_chat_template
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, UnsupportedError
+from grupo.models.asked import Asked
 from grupo.models.load import add_adapter, check_causal, load_policy, load_tokenizer
 from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.model import with_reward_models
 from grupo.rewards.runner import RewardFunctions, RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
 from grupo.step_plan import StepPlan
+
+logger = logging.getLogger("grupo")
 
 SIGNAL_FIELDS = (
     *("dynamic_sampling", "dynamic_sampling_max_rounds", "num_generations_trained", "curriculum_column"),
@@ -46,14 +51,35 @@ class _StepArguments(GRPOConfig):
         return {**super().to_dict(), "gradient_accumulation_steps": self.users_gradient_accumulation_steps}
 
 
-def one_item_per_step(config: GRPOConfig) -> GRPOConfig:
-    """A copy with accumulation 1. `dataclasses.replace` would run `__post_init__` again and reset accelerate."""
+def one_item_per_step(config: GRPOConfig, asked: Asked) -> GRPOConfig:
+    """A copy with accumulation 1, and checkpointing as the model was asked for where `config` leaves it open.
+
+    `dataclasses.replace` would run `__post_init__` again and reset accelerate.
+    """
     args = copy.copy(config)
     args.__class__ = _StepArguments
     assert isinstance(args, _StepArguments)
     args.users_gradient_accumulation_steps = config.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
+    if asked.checkpointing is not None:
+        _set_checkpointing(args, asked)
     return args
+
+
+def _set_checkpointing(args: GRPOConfig, asked: Asked) -> None:
+    names = {f"{kind}_checkpointing{end}" for kind in ("gradient", "activation") for end in ("", "_kwargs")}
+    if names & args.explicit_fields:
+        if bool(args.gradient_checkpointing) != asked.checkpointing:
+            logger.warning(
+                "gradient_checkpointing=%r in GRPOConfig, and use_gradient_checkpointing of the model said otherwise: "
+                "GRPOConfig counts.",
+                args.gradient_checkpointing,
+            )
+        return
+    args.gradient_checkpointing = args.activation_checkpointing = bool(asked.checkpointing)
+    # On the CPU they are in host memory already.
+    if asked.offload and args.device.type != "cpu":
+        args.offload_activations = True
 
 
 def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_config: Any) -> Any:
@@ -75,7 +101,7 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
 
 
 def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer that was given, or the model's own."""
+    """The tokenizer that was given, or the model's own, with the chat template that the configuration names."""
     if processing_class is None:
         processing_class = load_tokenizer(
             model, mapping(config.model_init_kwargs), trust_remote_code=config.trust_remote_code
@@ -85,7 +111,7 @@ def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTr
             f"processing_class is {type(processing_class).__name__}; only tokenizers are supported so far, not the "
             "processors of vision models."
         )
-    return processing_class
+    return set_chat_template(processing_class, config.chat_template) if config.chat_template else processing_class
 
 
 def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from grupo.chat_templates import fitting_templates
 from grupo.errors import DataError, UnsupportedError
 from grupo.records import Prompt
 
@@ -88,9 +89,11 @@ class PromptTokenizer:
 
     def _encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         if not getattr(self.tokenizer, "chat_template", None):
+            names = ", ".join(map(repr, fitting_templates(self.tokenizer)))
             raise DataError(
                 "The dataset has conversational prompts (lists of messages), but the tokenizer has no chat template. "
-                "Use the tokenizer of an instruct model, set `tokenizer.chat_template`, or give prompts as plain text."
+                f"Ready-made ones that fit it, for chat_template in GRPOConfig or under `training` in a recipe: {names}. "
+                "Or use the tokenizer of an instruct model, or give prompts as plain text."
             )
         encoded = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],

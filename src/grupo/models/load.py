@@ -11,6 +11,7 @@ import torch
 
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.hub import is_out_of_reach
+from grupo.models.quantized import check_quantized, number_of_weights
 
 logger = logging.getLogger("grupo")
 
@@ -196,15 +197,16 @@ def check_trainable(model: Any) -> tuple[int, int]:
     """(trainable, all) parameter counts.
 
     Raises:
-        ConfigError: nothing would be trained (TRL issue #6700).
+        ConfigError: nothing would be trained (TRL issue #6700), or quantised weights would.
         UnsupportedError: the model has virtual tokens.
     """
     if any(
         getattr(config, "is_prompt_learning", False) for config in (getattr(model, "peft_config", None) or {}).values()
     ):
         raise UnsupportedError(_PROMPT_LEARNING)
+    check_quantized(model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(map(number_of_weights, model.parameters()))
     if not trainable:
         hint = (
             "Load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
@@ -255,6 +257,26 @@ def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
             "will run to max_completion_length and count as truncated."
         )
     return tuple(sorted(ids))
+
+
+def ids_of_stop_texts(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]:
+    """The token of each text that is to end a completion.
+
+    Raises:
+        ConfigError: a text is not one token.
+    """
+    found = []
+    vocabulary = tokenizer.get_vocab()
+    for text in texts:
+        ids = [vocabulary[text]] if text in vocabulary else tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"stop={text!r} is {len(ids)} tokens of this tokenizer, and the in-process engine ends completions at "
+                "single tokens. Choose a text that is one token, such as a special one, or leave it out: what follows "
+                "it in a completion can be cut off in the reward function."
+            )
+        found.append(int(ids[0]))
+    return tuple(found)
 
 
 def check_stop_token_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
