@@ -18,8 +18,8 @@ PACKAGE = Path(grupo.__file__).parent
 # A module imports from its own row and from the rows below it, never from those above.
 LAYERS = [
     ["cli"],
-    ["check_command", "train_command"],
-    ["console", "trainer"],
+    ["check_command", "sft_command", "train_command"],
+    ["console", "sft", "start", "trainer"],
     ["trainer_parts"],
     ["evals", "runs"],
     ["rollout", "scoring"],

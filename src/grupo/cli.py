@@ -59,6 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--verbose", action="store_true", help="say more")
     train.set_defaults(command=_train)
 
+    sft = commands.add_parser("sft", help="only the supervised phase of a recipe: show it answers in the wanted form")
+    sft.add_argument("recipe", nargs="?", help="a YAML file or the name of a built-in recipe (default: quickstart)")
+    sft.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                     help="change a value of the recipe, for example --set sft.rows=50")  # fmt: skip
+    sft.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
+    sft.add_argument("--verbose", action="store_true", help="say more")
+    sft.set_defaults(command=_sft)
+
     for name, command, text in (
         ("tasks", _tasks, "list the built-in tasks"),
         ("env", _env, "show versions and accelerators"),
@@ -99,6 +107,21 @@ def _train(options: argparse.Namespace) -> int:
     disable_progress_bar()  # of loading and saving; training has its own
 
     return train(recipe, Console(), resume=options.resume, dry_run=options.dry_run)
+
+
+def _sft(options: argparse.Namespace) -> int:
+    from grupo.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from grupo.sft_command import sft
+
+    disable_progress_bar()
+
+    return sft(recipe, Console(), dry_run=options.dry_run)
 
 
 def _tasks(options: argparse.Namespace) -> int:

@@ -271,6 +271,9 @@ class GRPOConfig(TrainingArguments):
 
     # Reference policy and entropy.
 
+    reference_policy: str = "start"
+    """What the KL term holds on to: "start", the policy as it is when training begins, with the adapter that it has
+    then; or "base", the model below the adapter."""
     sync_ref_model: bool = False
     """Moves the reference towards the policy during the run (TR-DPO, arXiv 2404.09656)."""
     ref_model_mixup_alpha: float = 0.6

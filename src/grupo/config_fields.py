@@ -68,6 +68,7 @@ GRUPO_ROWS: dict[str, FieldRow] = {
     "offload_activations": _honoured("activations wait for backward in host memory"),
     "scoring_dropout": _honoured("dropout while log-probs are computed with gradient; off by default"),
     "kl_on_dead_groups": _honoured("KL term on groups whose advantages are all zero; on as in TRL"),
+    "reference_policy": _honoured("start: the policy as training begins; base: the model below the adapter"),
     "logprob_gap_warn": _honoured("mean gap between sampling and scored log-probs, nats, that warns"),
     "logprob_gap_stop": _honoured("the same gap, nats, that stops the run when three rollouts in a row exceed it"),
     "dynamic_sampling": _honoured("groups without a signal are replaced by groups of new prompts; see signal.md"),

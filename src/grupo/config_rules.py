@@ -48,6 +48,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "overlong_prompts": ("filter", "refuse", "truncate_left"),
+    "reference_policy": ("start", "base"),
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
@@ -369,7 +370,12 @@ EFFECTS: tuple[Effect, ...] = (
         ("multi_objective_aggregation",),
         "with 'sum_then_normalize'; the other one always scales each reward by its group and the sum by the batch",
     ),
-    Effect(("use_bias_correction_kl", "kl_on_dead_groups", "sync_ref_model"), _has_kl, ("beta",), "with beta above 0"),
+    Effect(
+        ("use_bias_correction_kl", "kl_on_dead_groups", "sync_ref_model", "reference_policy"),
+        _has_kl,
+        ("beta",),
+        "with beta above 0",
+    ),
     Effect(
         ("ref_model_mixup_alpha", "ref_model_sync_steps"),
         lambda config: config.sync_ref_model,
@@ -452,6 +458,11 @@ def check_pairs(config: GRPOConfig) -> None:
         )
     if config.scoring_dropout and config.disable_dropout:
         raise ConfigError("scoring_dropout=True and disable_dropout=True contradict each other: set one of them.")
+    if config.sync_ref_model and config.reference_policy != "start":
+        raise ConfigError(
+            f"sync_ref_model=True moves the reference towards the policy, and "
+            f"reference_policy={config.reference_policy!r} keeps it where it is. Leave one of them out."
+        )
     if config.output_dir is not None and not str(config.output_dir).strip():
         raise ConfigError(
             f"output_dir={config.output_dir!r} would scatter the files of the run over the working directory. Name a "

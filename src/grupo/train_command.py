@@ -27,12 +27,14 @@ from grupo.data.sources import recipe_rewards, recipe_rows
 from grupo.errors import ConfigError, GrupoError
 from grupo.evals.held_out import FEW_PROMPTS, HeldOutResult, evaluate_held_out
 from grupo.evals.statistics import paired_difference
-from grupo.models.default_model import HUB_ID, default_model_path
+from grupo.models.default_model import HUB_ID
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.card import model_card
 from grupo.runs.checkpoint import last_complete_checkpoint
 from grupo.runs.folder import fresh_folder, group_record
 from grupo.sampling import SamplingSpec
+from grupo.sft_command import prime, primed_folder
+from grupo.start import fresh_adapter, start_model, with_start
 from grupo.trainer import GRPOTrainer
 
 logger = logging.getLogger("grupo")
@@ -66,18 +68,21 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
         GrupoError: the run had to stop; the model is saved as it was then.
     """
     clock = Clock()
-    recipe = with_run_folder(recipe, resume=resume)
+    recipe = with_start(with_run_folder(recipe, resume=resume))
     rewards, weights = recipe_rewards(recipe)
     config = GRPOConfig(**_with_weights(recipe.training, weights))
     if config.world_size > 1:
         console = _one_voice(config, console)
         recipe = _one_folder(recipe, config)
     rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
-    trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards))
+    primed = primed_folder(recipe, config, rows, resume=resume)
+    trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards, primed))
     folder = trainer.run_folder.path
     checkpoint = trainer.checkpoint_to_resume(resume)
     held_out = _held_out(recipe, trainer, held_out_rows)
     _introduce(console, recipe, trainer, held_out_rows)
+    if recipe.sft is not None and primed is None:
+        clock.measure("sft", lambda: prime(recipe, trainer, rows, console, dry_run=dry_run))
     if dry_run:
         if trainer.is_world_process_zero():
             _remove_if_empty(folder)  # the base class has made it
@@ -176,33 +181,19 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[Any]) -> GRPOTrainer:
-    name = default_model_path() if recipe.model == "default" else recipe.model
+def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[Any], primed: str | None) -> GRPOTrainer:
+    """Starts from the model that the supervised phase has left, where there was one, with its adapter."""
     trainer = GRPOTrainer(
-        model=name,
+        model=primed or start_model(recipe),
         reward_funcs=list(rewards),
         args=config,
         train_dataset=rows,
-        peft_config=_lora(recipe),
+        peft_config=None if primed else fresh_adapter(recipe),
     )
     # Our own progress display shows what matters; the dictionaries are in metrics.jsonl.
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
-
-
-def _lora(recipe: Recipe) -> Any:
-    if recipe.lora is None:
-        return None
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=recipe.lora.r,
-        lora_alpha=recipe.lora.alpha,
-        lora_dropout=recipe.lora.dropout,
-        target_modules=recipe.lora.target_modules,
-    )
 
 
 def _held_out(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Callable[[str], HeldOutResult] | None:
@@ -255,6 +246,8 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
         name, _, text = line.partition(": ")
         say(console, f"[bold]{name}[/]: {text}" if text else line)
     trainer.told_plan = trainer.told_about_loss = True
+    if trainer.reference is not None:
+        say(console, f"[bold]KL[/]       against {trainer.reference.says}")
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
     say(console, f"[bold]run[/]      {steps} optimizer steps, {steps * trainer.plan.completions_per_step} completions, "
                  f"into {escape(str(trainer.run_folder.path))}")  # fmt: skip
@@ -307,7 +300,7 @@ def _card(
         folder=str(folder),
         base_model=base,
         is_adapter=hasattr(trainer.model, "peft_config"),
-        summary=f"{base}, trained for {trainer.state.global_step} steps of GRPO on {source}; rewards: "
+        summary=f"{base}, {_primed(recipe)}trained for {trainer.state.global_step} steps of GRPO on {source}; rewards: "
         f"{', '.join(trainer.rewards.names)}.",
         results=results,
         recipe=to_yaml(recipe, with_defaults=False),
@@ -315,6 +308,10 @@ def _card(
         max_new_tokens=trainer.config.max_completion_length,
         chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None,
     )
+
+
+def _primed(recipe: Recipe) -> str:
+    return "shown answers in a supervised phase, then " if recipe.sft is not None else ""
 
 
 def peak_rss_bytes() -> int:

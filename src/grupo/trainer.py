@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, set_seed
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import check_curriculum_column
@@ -35,6 +37,7 @@ from grupo.data.prompts import (
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
+from grupo.models.adapters import save_adapter, warn_of_vocabulary
 from grupo.models.asked import asked_of
 from grupo.models.load import (
     adapter_settings,
@@ -48,7 +51,7 @@ from grupo.models.load import (
     vocabulary_size,
 )
 from grupo.models.memory import default_token_budget
-from grupo.models.reference import ReferencePolicy
+from grupo.models.reference import ReferencePolicy, reference_policy
 from grupo.records import Sample
 from grupo.rewards.runner import RewardFunctions
 from grupo.rollout.collect import RolloutCollector, RolloutResult
@@ -72,6 +75,7 @@ from grupo.step_plan import StepPlan
 from grupo.trainer_parts import (
     SIGNAL_FIELDS,
     LastStepIsLogged,
+    UnchangedIsTold,
     advantage_settings,
     check_best_metric,
     check_optimizer,
@@ -156,6 +160,8 @@ class GRPOTrainer(Trainer):
         if not isinstance(args, GRPOConfig):
             raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
         self.config = args
+        self.model_argument = model if isinstance(model, str) else None
+        """What training starts from, as it was given by name: a model, or an adapter."""
         if tokenizer is not None:
             if processing_class is not None:
                 raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
@@ -171,13 +177,14 @@ class GRPOTrainer(Trainer):
         check_best_metric(args, eval_dataset)
 
         set_seed(args.seed)
-        model = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
+        model, of_adapter = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
         self.trainable_parameters, self.total_parameters = check_trainable(model)
         asked = asked_of(model)
         self.context_length = min(filter(None, (context_length(model), asked.max_seq_length)), default=None)
         self.vocabulary_size = vocabulary_size(model)
         check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
-        self.tokenizer = tokenizer_of(model, args, processing_class)
+        self.tokenizer = tokenizer_of(model, args, of_adapter if processing_class is None else processing_class)
+        warn_of_vocabulary(model, self.tokenizer)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
         self.stop_token_ids = (
             *stop_token_ids(self.tokenizer, model),
@@ -200,7 +207,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.tokenizer,
-            callbacks=[*(callbacks or []), LastStepIsLogged()],
+            callbacks=[*(callbacks or []), LastStepIsLogged(), UnchangedIsTold()],
             optimizers=optimizers,
         )
         check_optimizer(optimizers[0], self.model, args)
@@ -214,7 +221,7 @@ class GRPOTrainer(Trainer):
         # The loss is divided by the denominators of the whole step; nothing is left to divide.
         self.model_accepts_loss_kwargs = False
         self._prepare_checkpointing()
-        self.reference = ReferencePolicy(self.model) if args.beta != 0.0 else None
+        self.take_reference()
         self.engine: Engine = engine or LocalEngine(
             self.model, decode=self._decode, stop_token_ids=self.stop_token_ids, autocast=self.accelerator.autocast
         )
@@ -316,9 +323,14 @@ class GRPOTrainer(Trainer):
         by_number = dict(zip(own_numbers, scored, strict=True))
         return [[by_number[number] for number in numbers] for numbers in dealt]
 
+    def take_reference(self) -> None:
+        """Makes the policy as it is now the one that the KL term holds on to, unless that is the base model."""
+        with_kl = self.config.beta != 0.0
+        self.reference = reference_policy(self.model, self.config.reference_policy) if with_kl else None
+
     def _sync_reference(self) -> None:
         """TR-DPO: every `ref_model_sync_steps` optimizer steps the reference moves towards the policy."""
-        if self.reference is None or not self.config.sync_ref_model:
+        if not isinstance(self.reference, ReferencePolicy) or not self.config.sync_ref_model:
             return
         if self.state.global_step and self.state.global_step % self.config.ref_model_sync_steps == 0:
             self.reference.mix_in_policy(self.config.ref_model_mixup_alpha)
@@ -465,6 +477,8 @@ class GRPOTrainer(Trainer):
             level = logging.WARNING if self.plan.raised_from or self.plan.dropped_prompts_per_epoch else logging.INFO
             for line in self.plan.describe():
                 logger.log(level, "%s", line)
+            if self.reference is not None:
+                logger.info("reference policy: %s", self.reference.says)
         # A second call is a run of its own.
         self._window = None
         if self.train_rows:
@@ -520,6 +534,8 @@ class GRPOTrainer(Trainer):
                     trainable_parameters=self.trainable_parameters,
                     parameters=self.total_parameters,
                     micro_batch_tokens=self.policy_update.token_budget,
+                    start=self.model_argument,
+                    reference_policy=None if self.reference is None else self.reference.says,
                 ),
             )
         elif self.config.micro_batch_tokens is None:
@@ -578,6 +594,18 @@ class GRPOTrainer(Trainer):
         self._metrics.add(f"time/{phase}", seconds)
         self.seconds[phase] += seconds
 
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Private in the base class, but both `save_model` and checkpoints come here: adapters that load elsewhere."""
+        if not isinstance(self.model, PeftModel):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            folder = output_dir or str(self.args.output_dir)
+            save_adapter(self.model, folder)
+            self.tokenizer.save_pretrained(folder)
+            torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
+
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -624,6 +652,7 @@ class GRPOTrainer(Trainer):
             "data_seed": self.config.resolved_data_seed,
             "temperature": self.config.training_temperature,
             "beta": self.config.beta,
+            "reference_policy": self.config.reference_policy,
             "optim": getattr(self.config.optim, "value", self.config.optim),
             **adapter_settings(self.model),
             "parameters": self.total_parameters,

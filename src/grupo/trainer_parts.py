@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -16,6 +17,7 @@ from grupo.config import GRPOConfig
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, UnsupportedError
+from grupo.models.adapters import find_adapter, load_with_adapter, weight_sums
 from grupo.models.asked import Asked
 from grupo.models.load import add_adapter, check_causal, load_policy, load_tokenizer
 from grupo.optimizer_rules import check_optimizer_arguments
@@ -82,22 +84,66 @@ def _set_checkpointing(args: GRPOConfig, asked: Asked) -> None:
         args.offload_activations = True
 
 
-def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_config: Any) -> Any:
-    """The model to train: loaded where it is given by name, with a fresh adapter where one is asked for."""
+class UnchangedIsTold(TrainerCallback):
+    """Says so where training has left every weight as it was: the saved model would be the one that was loaded."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._start, self._first_step = weight_sums(model), state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        steps = state.global_step - self._first_step
+        if steps and weight_sums(model) == self._start:
+            reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
+            logger.warning(
+                "%d optimizer steps changed none of the %d trainable parameters: %s. The saved model is the one that "
+                "training began with.",
+                steps,
+                len(self._start),
+                reason,
+            )
+
+
+def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_config: Any) -> tuple[Any, Any]:
+    """The model to train, loaded where it is given by name, with a fresh adapter where one is asked for.
+
+    And, where the name is that of an adapter, with which training then goes on, its tokenizer if it has one.
+    """
+    tokenizer = None
     if isinstance(model, str):
-        model = load_policy(
-            model,
-            mapping(config.model_init_kwargs),
-            trust_remote_code=config.trust_remote_code,
-            quantization_config=quantization_config,
-        )
+        kwargs = mapping(config.model_init_kwargs) or {}
+        adapter = find_adapter(model, kwargs)
+        how: dict[str, Any] = {
+            "trust_remote_code": config.trust_remote_code,
+            "quantization_config": quantization_config,
+        }
+        if adapter is None:
+            model = load_policy(model, kwargs, **how)
+        else:
+            check_output_folder(config, adapter.folder)
+            tokenizer = adapter.tokenizer(trust_remote_code=config.trust_remote_code)
+            model = load_with_adapter(adapter, kwargs, **how)
     elif config.model_init_kwargs or quantization_config is not None:
         raise ConfigError(
             "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
             "given. Pass the model's name, or load it with these arguments yourself."
         )
     check_causal(model)
-    return model if peft_config is None else add_adapter(model, peft_config)
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, revision=(mapping(config.model_init_kwargs) or {}).get("revision"))
+    return model, tokenizer
+
+
+def check_output_folder(config: GRPOConfig, adapter: Path) -> None:
+    """The adapter that training starts from is needed again: to repeat the run, and for its reference policy.
+
+    Raises:
+        ConfigError: the run would write its own adapter in its place.
+    """
+    if Path(config.output_dir).resolve() == adapter.resolve():
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} is the folder of the adapter that training starts from, which would be "
+            "overwritten. Choose another folder."
+        )
 
 
 def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:

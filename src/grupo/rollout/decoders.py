@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from grupo.models.attention import LAYOUT_KEYWORD, DecodeLayout, hidden_windows, packed_attention, why_not_packed
-from grupo.models.load import base_model
+from grupo.models.load import base_model, vocabulary_size
 from grupo.models.quantized import arithmetic_dtype
 from grupo.records import GroupSpan, PackedLayout
 from grupo.rollout.cache import RowCache
@@ -219,9 +219,9 @@ def takes_row_cache(model: nn.Module, calls: Calls, *, like: nn.Module) -> bool:
     Two prompts of different lengths are continued, one of them by two rows, of which one leaves.
     """
     base = base_model(model)
-    if not calls.takes_positions or why_not_packed(base) is not None:
+    size = vocabulary_size(base)
+    if size is None or not calls.takes_positions or why_not_packed(base) is not None:
         return False
-    size = base.get_input_embeddings().num_embeddings
     prompts = [tuple((5 * place + 2) % size for place in range(length)) for length in (7, 4)]
     steps = [[(11 * place + row) % size for place in range(4)] for row in range(3)]
     decoder = RowDecoder(model, calls=calls, slots=3)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grupo.models.attention import LAYOUT_KEYWORD, hidden_windows, packed_attention, why_not_packed
-from grupo.models.load import base_model
+from grupo.models.load import base_model, vocabulary_size
 from grupo.models.quantized import arithmetic_dtype
 from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate
@@ -151,7 +151,9 @@ class Scorer:
 
     @torch.no_grad()
     def _sharing_differs(self, module: nn.Module, device: torch.device) -> str | None:
-        size = self.base.get_input_embeddings().num_embeddings
+        size = vocabulary_size(self.base)
+        if size is None:
+            return "the number of its tokens is not known"
         ids = [(7 * place + 3) % size for place in range(19)]
         samples = [_check_sample(ids[:7], ids[7:12]), _check_sample(ids[:7], ids[12:15])]
         packed = collate(samples, pad_token_id=0, device=device, packed=True)
