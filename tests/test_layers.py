@@ -18,9 +18,10 @@ PACKAGE = Path(grupo.__file__).parent
 # A module imports from its own row and from the rows below it, never from those above.
 LAYERS = [
     ["cli"],
-    ["check_command", "sft_command", "train_command"],
+    ["check_command", "export_command", "sft_command", "train_command"],
     ["console", "sft", "start", "trainer"],
-    ["trainer_parts"],
+    ["hub_trainer", "trainer_parts"],
+    ["export"],
     ["evals", "runs"],
     ["rollout", "scoring"],
     ["data", "models"],

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grupo.chat_templates import set_chat_template as get_chat_template
+    from grupo.chat_templates import set_chat_template as set_chat_template
     from grupo.config import GRPOConfig as GRPOConfig
     from grupo.fast import FastLanguageModel as FastLanguageModel
     from grupo.fast import PatchFastRL as PatchFastRL
@@ -45,7 +45,7 @@ _OTHER_NAMES = {
 }
 """What scripts written for Unsloth call it -> its name here."""
 
-__all__ = [*_HOMES, *_OTHER_NAMES, "__version__"]  # noqa: PLE0604
+__all__ = [*_HOMES, *_OTHER_NAMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ def translate_compound(name: str, value: Any, fields: dict[str, Any], defaults: 
 def _prompt_budget(total: Any, fields: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     """Tokens of prompt and completion together."""
     if isinstance(total, bool) or not isinstance(total, int):
-        raise ConfigError(f"max_seq_length={total!r}: expected a whole number of tokens, prompt and completion together.")
+        raise ConfigError(f"max_seq_length={total!r}: expected a number of tokens, prompt and completion together.")
     completion = fields.get("max_completion_length", defaults["max_completion_length"])
     prompt = fields.get("max_prompt_length")
     room = total - completion
@@ -77,7 +77,7 @@ def _sampling(params: Any, fields: dict[str, Any], defaults: Mapping[str, Any]) 
             )
         fields["generation_kwargs"] = {**given, **more}
     set_here = ", ".join(f"{key}={value!r}" for key, value in {**requested.settings, **more}.items()) or "nothing"
-    seed = "" if requested.seed is None else f" Its seed is not used: each completion has one of its own, from seed."
+    seed = "" if requested.seed is None else " Its seed is not used: each completion has one of its own, from seed."
     logger.warning("vllm_sampling_params: taken over as %s.%s", set_here, seed)
 
 

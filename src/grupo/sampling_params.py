@@ -81,8 +81,8 @@ def requested_sampling(params: Any) -> RequestedSampling:
         if name not in (*_READ, *_HARMLESS):
             known = ", ".join(_READ)
             raise UnsupportedError(
-                f"Sampling parameter {name}={value!r}: the in-process engine does not have it.{nearest(name, _READ)} It "
-                f"has {known}. Leave it out."
+                f"Sampling parameter {name}={value!r}: the in-process engine does not have it.{nearest(name, _READ)} "
+                f"It has {known}. Leave it out."
             )
     settings = {name: changed[name] for name in _SETTINGS if name in changed}
     if settings.get("top_k") == -1:
@@ -107,8 +107,8 @@ def _changed(params: Any) -> dict[str, Any]:
     names = getattr(params, "__struct_fields__", None) or getattr(params, "__dataclass_fields__", None)
     if names is None or not {"temperature", "top_p", "max_tokens"} <= set(names):
         raise ConfigError(
-            f"Sampling parameters are {type(params).__name__}; they must be a SamplingParams, of grupo or of vLLM, or a "
-            'dict such as {"temperature": 0.8, "max_tokens": 64}.'
+            f"Sampling parameters are {type(params).__name__}; they must be a SamplingParams, of grupo or of vLLM, or "
+            'a dict such as {"temperature": 0.8, "max_tokens": 64}.'
         )
     default = type(params)()
     public = [name for name in names if not name.startswith("_")]

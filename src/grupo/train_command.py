@@ -31,6 +31,7 @@ from grupo.models.default_model import HUB_ID
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.card import model_card
 from grupo.runs.checkpoint import last_complete_checkpoint
+from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
 from grupo.runs.folder import fresh_folder, group_record
 from grupo.sampling import SamplingSpec
 from grupo.sft_command import prime, primed_folder
@@ -109,13 +110,19 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
             raise  # the checkpoint was not loaded yet: again, the model in the folder is the better one
         stopped = reason
         say(console, "\nThe run stops here: saving the model as it is now.")
-    clock.measure("saving", lambda: trainer.save_model(str(folder)))
+    clock.measure("saving", lambda: trainer.save_model(str(folder), _internal_call=True))
     _warn_without_signal(console, trainer)
     interrupted = isinstance(stopped, KeyboardInterrupt)
     # A weighted reward whose answers all score 0 at the start looks like an accuracy until the second evaluation.
     is_accuracy = all(result.is_accuracy for result in (before, after) if result is not None)
-    trainer.run_folder.write_text("README.md", _card(recipe, trainer, before, after, is_accuracy=is_accuracy))
+    log = training_log(trainer.run_folder.metrics_file)
+    drawing = reward_drawing(log)
+    if drawing is not None:
+        trainer.run_folder.write_text(REWARD_CURVE, drawing)
+    trainer.run_folder.write_text("README.md", _card(recipe, trainer, before, after, log, is_accuracy=is_accuracy))
     _write_summary(trainer, clock, before, after, is_accuracy=is_accuracy, interrupted=interrupted)
+    if trainer.config.push_to_hub:
+        trainer.upload_run()
     if before is not None and after is not None:
         _report(console, before, after, is_accuracy=is_accuracy)
     say(console, f"run folder  {escape(str(folder))}")
@@ -280,6 +287,7 @@ def _card(
     trainer: GRPOTrainer,
     before: HeldOutResult | None,
     after: HeldOutResult | None,
+    log: list[dict[str, Any]],
     *,
     is_accuracy: bool,
 ) -> str:
@@ -304,6 +312,7 @@ def _card(
         f"{', '.join(trainer.rewards.names)}.",
         results=results,
         recipe=to_yaml(recipe, with_defaults=False),
+        log=log,
         example=trainer.train_rows[0].content,
         max_new_tokens=trainer.config.max_completion_length,
         chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None,

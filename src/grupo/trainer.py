@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from grupo.config import GRPOConfig
@@ -36,6 +36,7 @@ from grupo.data.prompts import (
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.hub_trainer import HubTrainer
 from grupo.metrics import MetricSums, merged
 from grupo.models.adapters import save_adapter, warn_of_vocabulary
 from grupo.models.asked import asked_of
@@ -98,7 +99,7 @@ from grupo.trainer_parts import (
 logger = logging.getLogger("grupo")
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(HubTrainer):
     """Trains a causal language model with Group Relative Policy Optimization (arXiv:2402.03300).
 
     Takes the keyword arguments of TRL's GRPOTrainer. `trainer.config` is the configuration as it was given;

@@ -1,4 +1,4 @@
-"""What becomes of the arguments of Unsloth that have nothing to set here: one line, or an error. The one table of them."""
+"""What becomes of Unsloth's arguments that have nothing to set here: one line, or an error. The one table of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOADING_WITHOUT_EFFECT: dict[str, str] = {
 LOADING_REFUSED: dict[str, str] = {
     "load_in_fp8": "weights in 8-bit floating point are not part of this version; load_in_8bit=True has 8-bit integers",
     "float8_kv_cache": "the cache has the precision of the model",
-    "rope_scaling": "contexts beyond the model's own are not part of this version; max_seq_length may be as long as that",
+    "rope_scaling": "contexts are not stretched in this version; max_seq_length may be as long as the model's own",
     "qat_scheme": "quantisation-aware training is not part of this version",
     "resize_model_vocab": "call model.resize_token_embeddings after adding tokens, before get_peft_model",
     "auto_model": "models are loaded by AutoModelForCausalLM",

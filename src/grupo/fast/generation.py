@@ -109,7 +109,9 @@ def fast_generate(
     ]
 
 
-def load_lora(model: Any, path: str | Path, load_tensors: bool = True, lora_request_id: int | None = None) -> LoRARequest:
+def load_lora(
+    model: Any, path: str | Path, load_tensors: bool = True, lora_request_id: int | None = None
+) -> LoRARequest:
     """For `fast_generate(..., lora_request=...)`; the model keeps its own adapter.
 
     Args:
@@ -199,8 +201,8 @@ def _room(prompt: Prompt, requested: RequestedSampling, limit: int | None) -> in
     room = None if limit is None else limit - len(prompt.token_ids)
     if room is not None and room < 1:
         raise DataError(
-            f"A prompt has {len(prompt.token_ids)} tokens, and max_seq_length or the model's context is {limit}: there is "
-            "no room for a completion. Shorten it, or load the model with a larger max_seq_length."
+            f"A prompt has {len(prompt.token_ids)} tokens, and max_seq_length or the model's context is {limit}: there "
+            "is no room for a completion. Shorten it, or load the model with a larger max_seq_length."
         )
     if wanted is None and room is None:
         raise ConfigError("max_tokens=None needs a model whose context is known. Set max_tokens.")

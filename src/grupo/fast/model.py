@@ -89,9 +89,11 @@ class FastLanguageModel:
             passed_on=arguments.LOADING_PASSED_ON,
         )
         if device_map not in ("sequential", "auto", None):
-            raise UnsupportedError(f"device_map={device_map!r} is not supported: a model is on one device. Leave it out.")
+            raise UnsupportedError(f"device_map={device_map!r} is not supported: a model is on one device.")
         if fast_inference:
-            logger.warning("fast_inference=True: vLLM is not part of this version; completions are sampled in this process.")
+            logger.warning(
+                "fast_inference=True: completions are sampled in this process; vLLM is not part of this version."
+            )
         kind = _precision(load_in_4bit, load_in_8bit, load_in_16bit, full_finetuning)
         wanted = passed_on.pop("torch_dtype", None) if dtype is None else dtype
         dtype = _dtype(wanted, full_finetuning=full_finetuning)
@@ -258,17 +260,17 @@ def _dtype(wanted: torch.dtype | str | None, *, full_finetuning: bool) -> torch.
             return torch.float32
         return torch.bfloat16 if is_bfloat16_supported() else torch.float16
     if wanted not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"dtype={wanted!r}: use torch.float32, torch.bfloat16, torch.float16, or None to choose for you.")
+        raise ConfigError(f"dtype={wanted!r}: use torch.float32, torch.bfloat16, torch.float16, or None.")
     return wanted  # type: ignore[return-value]
 
 
 def _check_length(wanted: int | None, context: int | None) -> None:
     if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 2):
-        raise ConfigError(f"max_seq_length={wanted!r}: a whole number of tokens, prompt and completion together, or None.")
+        raise ConfigError(f"max_seq_length={wanted!r}: expected a number of tokens, prompt and completion together.")
     if wanted is not None and context is not None and wanted > context:
         raise UnsupportedError(
-            f"max_seq_length={wanted} is more than the {context} tokens that the model was made for, and contexts are not "
-            f"stretched in this version. Set it to {context} at most."
+            f"max_seq_length={wanted} is more than the {context} tokens that the model was made for, and contexts are "
+            f"not stretched in this version. Set it to {context} at most."
         )
 
 
@@ -286,14 +288,16 @@ def _modules(wanted: str | Sequence[str], *, attention: bool, mlp: bool) -> str 
             wanted = [*ATTENTION_MODULES, *MLP_MODULES]
         elif left_out:
             raise ConfigError(
-                "target_modules is a pattern, and finetune_attention_modules or finetune_mlp_modules is False beside it. "
-                "Name the modules in target_modules instead."
+                "target_modules is a pattern, and finetune_attention_modules or finetune_mlp_modules is False beside "
+                "it. Name the modules in target_modules instead."
             )
         else:
             return wanted
     modules = [name for name in wanted if name not in left_out]
     if not modules:
-        raise ConfigError("target_modules, finetune_attention_modules and finetune_mlp_modules leave no module to train.")
+        raise ConfigError(
+            "finetune_attention_modules and finetune_mlp_modules leave nothing of target_modules to train."
+        )
     return modules
 
 
@@ -328,9 +332,9 @@ def _check_same(model: Any, config: Any) -> None:
             differing.append(f"{name}={has!r}, not {wanted!r}")
     if differing:
         raise ConfigError(
-            f"The model has an adapter already, with {'; '.join(differing)}. To train on with it, leave get_peft_model out "
-            "or call it with the same arguments; for another adapter, load the base model again, or merge this one by "
-            "model.merge_and_unload()."
+            f"The model has an adapter already, with {'; '.join(differing)}. To train on with it, leave get_peft_model "
+            "out, or call it with the same arguments; for another adapter, load the base model again, or merge this one "
+            "by model.merge_and_unload()."
         )
 
 

@@ -2,8 +2,8 @@
 
 Decoding multiplies a handful of rows with every weight of the model. The copy that is made here shares modules' code
 and all other tensors with the training model, whose weights are never touched: there is nothing to unmerge and nothing
-to drift. Quantised weights are in it in the form that they are multiplied in. It is made anew for each rollout and freed
-after it.
+to drift. Quantised weights are in it in the form that they are multiplied in. It is made anew for each rollout and
+freed after it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ RECORDS = ("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eva
 CHECKPOINTS = ("checkpoint-*", "sft", "sft.*")
 ADAPTER = ("adapter_*",)
 WHOLE_MODEL = ("config.json", "generation_config.json", "model*.safetensors*")
-CARD = ("README.md",)
+CARD = ("README.md", "reward.svg")
 
 
 class RunFolder:
