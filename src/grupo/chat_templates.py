@@ -113,8 +113,8 @@ def set_chat_template(tokenizer: Any, template: str) -> Any:
         missing = _missing_tokens(tokenizer, ready_made)
         if missing:
             raise ConfigError(
-                f"chat_template={template!r} needs {', '.join(missing)}, which this tokenizer does not have as tokens: it "
-                "would read them as letters, and no answer could end. Templates that fit it: "
+                f"chat_template={template!r} needs {', '.join(missing)}, which this tokenizer does not have as tokens: "
+                "it would read them as letters, and no answer could end. Templates that fit it: "
                 f"{', '.join(map(repr, fitting_templates(tokenizer)))}."
             )
     if tokenizer.chat_template:

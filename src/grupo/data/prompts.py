@@ -136,8 +136,8 @@ class PromptTokenizer:
             names = ", ".join(map(repr, fitting_templates(self.tokenizer)))
             raise DataError(
                 "The dataset has conversational prompts (lists of messages), but the tokenizer has no chat template. "
-                f"Set chat_template (of GRPOConfig, or under `training` in a recipe) to a ready-made one: {names} fit this "
-                "tokenizer. Or use the tokenizer of an instruct model, or give prompts as plain text."
+                f"Set chat_template (of GRPOConfig, or under `training` in a recipe) to a ready-made one: {names} fit "
+                "this tokenizer. Or use the tokenizer of an instruct model, or give prompts as plain text."
             )
         encoded = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],

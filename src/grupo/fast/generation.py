@@ -242,7 +242,6 @@ def _using_adapter(model: Any, request: Any) -> Iterator[Any]:
                 yield wrapped
             finally:
                 wrapped.unload()
-                del model.peft_config  # which unload leaves behind
     finally:
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)

@@ -19,7 +19,7 @@ from grupo.fast import arguments, generation, saving
 from grupo.models.adapters import find_adapter, load_with_adapter
 from grupo.models.asked import Asked, ask, asked_of
 from grupo.models.load import add_adapter, base_model, context_length, load_policy, load_tokenizer
-from grupo.models.quantized import quantization_config, quantized_layers
+from grupo.models.quantized import quantization_config, spare_evaluation_mode
 
 logger = logging.getLogger("grupo")
 
@@ -117,6 +117,7 @@ class FastLanguageModel:
         _check_length(max_seq_length, context_length(model))
         if quantization is None and torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())
+        spare_evaluation_mode(model)
         checkpointing, offload = _checkpointing(use_gradient_checkpointing)
         ask(model, Asked(tokenizer, max_seq_length, checkpointing, offload, trains_all=full_finetuning))
         return _with_methods(model), tokenizer
@@ -208,9 +209,7 @@ class FastLanguageModel:
         """Dropout and checkpointing off, for `model.generate`. `model.fast_generate` does not need it."""
         _check_is_model(model, "for_inference")
         model.eval()
-        for layer in quantized_layers(model):
-            # In evaluation mode bitsandbytes would rearrange their weights on some CPUs, for good.
-            layer.training = True
+        spare_evaluation_mode(model)
         return model
 
     @staticmethod
@@ -295,9 +294,7 @@ def _modules(wanted: str | Sequence[str], *, attention: bool, mlp: bool) -> str 
             return wanted
     modules = [name for name in wanted if name not in left_out]
     if not modules:
-        raise ConfigError(
-            "finetune_attention_modules and finetune_mlp_modules leave nothing of target_modules to train."
-        )
+        raise ConfigError("finetune_attention_modules and finetune_mlp_modules leave nothing in target_modules.")
     return modules
 
 
@@ -333,8 +330,8 @@ def _check_same(model: Any, config: Any) -> None:
     if differing:
         raise ConfigError(
             f"The model has an adapter already, with {'; '.join(differing)}. To train on with it, leave get_peft_model "
-            "out, or call it with the same arguments; for another adapter, load the base model again, or merge this one "
-            "by model.merge_and_unload()."
+            "out, or call it with the same arguments; for another adapter, load the base model again, or merge this "
+            "one by model.merge_and_unload()."
         )
 
 

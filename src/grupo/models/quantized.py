@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.import_utils import is_bitsandbytes_available
 
-from grupo.errors import ConfigError
+from grupo.errors import ConfigError, UnsupportedError
 
 QUANTIZATIONS = ("nf4", "int8")
 
@@ -64,6 +64,16 @@ def quantized_layers(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if is_4bit(module) or is_8bit(module):
             yield module
+
+
+def spare_evaluation_mode(model: nn.Module) -> None:
+    """Sets quantised layers to training mode, while the rest of the model may be in evaluation mode.
+
+    In evaluation mode bitsandbytes computes something else on CPUs than what is trained on: it quantises the inputs of
+    8-bit layers too, and rearranges the weights of 4-bit ones for good, so that no gradient passes them again.
+    """
+    for layer in quantized_layers(model):
+        layer.training = True
 
 
 def multiplies_dense_weight(layer: Any) -> bool:
@@ -119,8 +129,8 @@ def arithmetic_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
     """The coarsest that `model` computes its layers in."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
-    dtypes = [next(model.parameters()).dtype, *(dense_dtype(layer) for layer in quantized_layers(model))]
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    own = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return max((own, *map(dense_dtype, quantized_layers(model))), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def is_packed_for_cpu(layer: Any) -> bool:
@@ -132,6 +142,7 @@ def check_quantized(model: nn.Module) -> None:
 
     Raises:
         ConfigError: there is no adapter; layers were converted for inference.
+        UnsupportedError: DoRA on 8-bit layers on the CPU.
     """
     layers = list(quantized_layers(model))
     if not layers:
@@ -141,6 +152,13 @@ def check_quantized(model: nn.Module) -> None:
             "The weights of the model are quantised, and so cannot be trained themselves. Train an adapter on them "
             "(peft_config=LoraConfig(...), FastLanguageModel.get_peft_model, or `lora` in a recipe), or load the model "
             "without quantisation."
+        )
+    # peft 0.21, dequantize_module_weight: it makes the weight anew on the CPU, without its scales.
+    on_cpu = any(is_8bit(layer) and layer.weight.device.type == "cpu" for layer in layers)
+    if on_cpu and any(getattr(config, "use_dora", False) for config in model.peft_config.values()):
+        raise UnsupportedError(
+            "DoRA on 8-bit layers fails on the CPU, within peft, at the second forward. Use 4 bits (nf4), or LoRA "
+            "without use_dora."
         )
     # bitsandbytes 0.50, Linear4bit.forward: in evaluation mode, on CPUs with AVX512-BF16, and for good.
     if any(is_packed_for_cpu(layer) for layer in layers if is_4bit(layer)):

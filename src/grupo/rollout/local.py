@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grupo.models.decoding import decoding_copy
 from grupo.models.memory import free_bytes, give_back_memory
-from grupo.models.quantized import dense_bytes, quantized_layers
+from grupo.models.quantized import dense_bytes, spare_evaluation_mode
 from grupo.records import Completion, FinishReason
 from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
 from grupo.rollout.engine import GenerationRequest
@@ -236,15 +236,10 @@ def _uniforms(seed: int, sampling: SamplingSpec) -> list[float]:
 
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """`eval()` for the rollout: dropout off, and gradient checkpointing, which would drop the cache, off too.
-
-    Quantised layers stay in training mode. In the other, bitsandbytes computes something else on CPUs: it quantises the
-    inputs of 8-bit layers, and rearranges the weights of 4-bit ones for good, so that no gradient passes them again.
-    """
+    """`eval()` for the rollout: dropout off, and gradient checkpointing, which would drop the cache, off too."""
     before = {module: module.training for module in model.modules()}
     model.eval()
-    for layer in quantized_layers(model):
-        layer.training = True
+    spare_evaluation_mode(model)
     try:
         yield
     finally:
