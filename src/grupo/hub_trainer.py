@@ -24,7 +24,7 @@ class HubTrainer(Trainer):
     """
 
     args: Any
-    hub_model_id: str | None
+    hub_model_id: Any
     push_in_progress: Any
 
     upload_attempts = 5
@@ -129,11 +129,11 @@ class HubTrainer(Trainer):
 
     def _tell_failures(self) -> None:
         """The base class starts uploads in the background and drops their errors."""
-        current = getattr(self, "push_in_progress", None)
-        for job in [job for job in current.jobs if job.done()] if current is not None else []:
-            current.jobs.remove(job)
-            if job.exception() is not None:
-                self._warn("An upload during training failed", job.exception())
+        jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
+        for job in [job for job in jobs if job.done()]:
+            jobs.remove(job)
+            if (error := job.exception()) is not None:
+                self._warn("An upload during training failed", error)
 
     def _repo_name(self) -> str:
         return str(self.args.hub_model_id or Path(self.args.output_dir).absolute().name)

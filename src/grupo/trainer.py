@@ -48,6 +48,7 @@ from grupo.models.load import (
     context_length,
     ids_of_stop_texts,
     name_of,
+    quantization,
     stop_token_ids,
     vocabulary_size,
 )
@@ -534,6 +535,7 @@ class GRPOTrainer(HubTrainer):
                     plan=self.plan.describe(),
                     trainable_parameters=self.trainable_parameters,
                     parameters=self.total_parameters,
+                    quantization=quantization(self.model),
                     micro_batch_tokens=self.policy_update.token_budget,
                     start=self.model_argument,
                     reference_policy=None if self.reference is None else self.reference.says,

@@ -24,7 +24,7 @@ Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich; 东京は�
 SAME = 1e-3
 """Nats. Two ways to the same float32 logits differ by their rounding errors, which are below this."""
 
-BOUNDS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 3e-2, "f16": 1e-3, "q8_0": 3e-2}
+BOUNDS = {"float32": 1e-6, "float16": 2e-4, "bfloat16": 1e-2, "f16": 2e-4, "q8_0": 3e-2}
 """Nats a token that rounding the weights may move a model by: the divergence from float32 weights."""
 
 
@@ -51,14 +51,15 @@ def check_ids(tokenizer: Any, vocabulary_size: int) -> Tensor:
 
 @torch.no_grad()
 def logits_of(model: Any, ids: Tensor) -> Tensor:
-    """Logits (T, V) in float32 on the CPU, dropout off."""
-    was_training = model.training
+    """Logits (T, V) in float32 on the CPU, without dropout; the model is left in the modes that it was in."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         device = model.get_input_embeddings().weight.device
         logits: Tensor = model(input_ids=ids.to(device), use_cache=False).logits[0].float().cpu()
     finally:
-        model.train(was_training)
+        for module, mode in modes.items():
+            module.training = mode
     return logits
 
 
@@ -86,7 +87,7 @@ def check_close(left: Tensor, right: Tensor, what: str, bound: float) -> Differe
     found = difference(left, right)
     if not found.divergence <= bound:
         raise ExportError(
-            f"{what} is not the trained one: on {len(left)} tokens of text it diverges by {found.divergence:.3g} nats a "
-            f"token, and {bound:g} is the bound. Nothing was written."
+            f"{what} is not the trained one: on {len(left)} tokens of text it diverges by {found.divergence:.3g} nats "
+            f"a token, and {bound:g} is the bound. Nothing was written."
         )
     return found

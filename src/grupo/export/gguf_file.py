@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError
-from grupo.export.comparison import BOUNDS, Difference, check_close, check_same, logits_of
+from grupo.export.comparison import BOUNDS, Difference, check_close, logits_of
 from grupo.export.gguf_tokenizer import GgufVocabulary, check_tokenizer, vocabulary
 from grupo.export.merging import fold, warn_about_loss
 from grupo.export.source import check_free
@@ -110,8 +110,8 @@ def check_describable(model: Any) -> None:
     kind = config.model_type
     if kind not in ARCHITECTURES:
         raise UnsupportedError(
-            f"GGUF files are written for {', '.join(ARCHITECTURES)}; this is a model of the type {kind!r}. Export it with "
-            "--to merged and convert it by llama.cpp's convert_hf_to_gguf.py."
+            f"GGUF files are written for {', '.join(ARCHITECTURES)}; this is a model of the type {kind!r}. Export it "
+            "with --to merged and convert it by llama.cpp's convert_hf_to_gguf.py."
         )
     rope = config.rope_parameters
     scalings = {"default", "linear", *(("llama3",) if kind == "llama" else ())}
@@ -241,7 +241,7 @@ def _check_file(file: Path, model: Any, tokenizer: Any) -> None:
     if found.keys() != expected.keys():
         raise ExportError(f"{file.name} has the wrong tensors: {sorted(found.keys() ^ expected.keys())[:5]}.")
     for name, tensor in expected.items():
-        values = torch.from_numpy(gguf.quants.dequantize(found[name].data, found[name].tensor_type))
+        values = torch.from_numpy(np.array(gguf.quants.dequantize(found[name].data, found[name].tensor_type)))
         if values.shape != tensor.shape or not _within_rounding(values, tensor, found[name].tensor_type):
             raise ExportError(f"{name} in {file.name} is not the tensor of the model, by more than its rounding.")
     kind = model.config.model_type

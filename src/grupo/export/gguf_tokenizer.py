@@ -71,7 +71,8 @@ def vocabulary(tokenizer: Any, model: Any) -> GgufVocabulary:
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
     if max(by_id) >= rows:
         raise ConfigError(
-            f"The tokenizer has ids up to {max(by_id)}, and the model embeds {rows} tokens: they do not belong together."
+            f"The tokenizer has ids up to {max(by_id)}, and the model embeds {rows} tokens: they do not belong "
+            "together."
         )
     added = tokenizer.added_tokens_decoder
     tokens, types = [], []

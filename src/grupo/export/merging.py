@@ -133,6 +133,9 @@ def fold(model: Any, *, tokenizer: Any, base: str | None, quantization_config: A
         policy = open_model(model, **about)
     ids = check_ids(policy.tokenizer, policy.model.get_input_embeddings().weight.shape[0])
     logits = logits_of(policy.model, ids)
+    if not isinstance(model, str | Path):
+        # In the precision that it computes in, which is the less exact one of the two.
+        check_close(logits_of(model, ids), logits, "A copy of the model in float32", BOUNDS["bfloat16"])
     effect = difference(_logits_of_base(policy.model, ids), logits)
     adapted = policy.model
     if base_weights == "original":
@@ -164,7 +167,7 @@ def fold_adapter(model: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PEFT, about tied weights
             merged = model.merge_and_unload(safe_merge=True)
-    except (AttributeError, NotImplementedError, ValueError) as error:
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         kinds = ", ".join(config.peft_type.value for config in model.peft_config.values())
         raise UnsupportedError(f"An adapter of the kind {kinds} cannot be merged: {error}") from error
     if was_tied:

@@ -1,19 +1,26 @@
-"""The trained policy in float32 on the CPU, from a folder or from a model that is in use: adapter on dequantised base."""
+"""The trained policy in float32 on the CPU, adapter on dequantised base, from a folder or from a model in use."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError
-from grupo.export.source import find_source
+from grupo.export.source import ADAPTER_CONFIG, find_source, read_json
+from grupo.hub import is_out_of_reach
 from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
 
 
@@ -51,6 +58,9 @@ def open_folder(
         raise ConfigError(f"{source.folder} is a whole model, and base={base!r} is for an adapter. Leave it out.")
     revision = {"revision": source.adapter_config["revision"]} if source.adapter_config.get("revision") else {}
     try:
+        config = _config(name, trust_remote_code=trust_remote_code, **(revision if base is None else {}))
+        if quantization_config is None and source.quantization and not hasattr(config, "quantization_config"):
+            quantization_config = AutoQuantizationConfig.from_dict(source.quantization)
         model = load_policy(
             name,
             {"dtype": torch.float32, **(revision if base is None else {})},
@@ -63,7 +73,7 @@ def open_folder(
         raise ConfigError(f"{error} It is the base model of the adapter {source.folder}; base=NAME_OR_PATH (--base) "
                           "says where it is now.") from error  # fmt: skip
     was_quantised = is_quantised(model)
-    dtype = _stored_dtype(name, trust_remote_code=trust_remote_code)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if tokenizer is None:
         tokenizer = _tokenizer_of(source.folder, model, trust_remote_code=trust_remote_code)
     model = _plain_float32(model)
@@ -91,15 +101,12 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
     if tokenizer is None and name_of(model):
         tokenizer = _tokenizer_of(None, model, trust_remote_code=trust_remote_code)
     dtype, was_quantised = _dtype_in_memory(base_model(model)), is_quantised(base_model(model))
-    copied = _copied(model)
     if not has_adapter:
-        return Policy(_plain_float32(copied), tokenizer, dtype, was_quantised)
+        return Policy(_base_copy(model), tokenizer, dtype, was_quantised)
     (adapter,) = _one_adapter(model)
-    with tempfile.TemporaryDirectory() as scratch:
-        # The adapter goes by way of its files: what they lack is noticed.
-        model.save_pretrained(scratch, selected_adapters=[adapter], save_embedding_layers=False)
-        folder = Path(scratch) if adapter == "default" else Path(scratch) / adapter
-        again = _attach(_plain_float32(copied.unload()), folder)
+    # The adapter goes by way of its files: what they lack is noticed.
+    with _saved(model, adapter) as folder:
+        again = _attach(_base_copy(model), folder)
     _check_all_trained_is_there(model, again, adapter)
     return Policy(again, tokenizer, dtype, was_quantised)
 
@@ -121,9 +128,21 @@ def on_original_base(policy: Policy, base: str | None, *, trust_remote_code: boo
             f"base_weights='original': {name!r} itself is quantised. Name the model that it was made from: "
             "base=NAME_OR_PATH (--base)."
         )
+    with _saved(policy.model, *_one_adapter(policy.model)) as folder:
+        return _attach(original, folder)
+
+
+@contextlib.contextmanager
+def _saved(model: Any, adapter: str) -> Iterator[Path]:
+    """The adapter in a folder of its own, for a base model that has the changes which some adapters begin with."""
     with tempfile.TemporaryDirectory() as scratch:
-        policy.model.save_pretrained(scratch, save_embedding_layers=False)
-        return _attach(original, Path(scratch))
+        model.save_pretrained(scratch, selected_adapters=[adapter], save_embedding_layers=False)
+        folder = Path(scratch) if adapter == "default" else Path(scratch) / adapter
+        config = read_json(folder / ADAPTER_CONFIG)
+        # PiSSA and others move a part of the base model into the adapter when they start; that is done.
+        if "init_lora_weights" in config:
+            (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, "init_lora_weights": True}), encoding="utf-8")
+        yield folder
 
 
 def is_quantised(model: Any) -> bool:
@@ -144,7 +163,10 @@ def _attach(model: Any, folder: Path) -> Any:
     saved = load_peft_weights(str(folder), device="cpu")
     _resize_vocabulary(model, saved, folder)
     try:
-        adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
+        with warnings.catch_warnings():
+            # Whether head and embedding stay tied is decided, and said, by who merges.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ConfigError(f"The adapter {folder} does not fit the base model {name_of(model)!r}: {error}") from error
     missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - saved.keys()
@@ -180,20 +202,38 @@ def _resize_vocabulary(model: Any, saved: Mapping[str, Tensor], folder: Path) ->
             )
 
 
-def _copied(model: Any) -> Any:
-    """The structure of a model with float32 weights of its own on the CPU; quantised ones are dequantised."""
+def _base_copy(model: Any) -> Any:
+    """A copy of the model below the adapter, with float32 weights of its own on the CPU; none is quantised.
+
+    The structure is copied and the weights are put into it: the model may be on a GPU that has no room for two.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in memo:
                 weight = _dequantised(module, parameter).detach().to("cpu", torch.float32, copy=True)
                 memo[id(parameter)] = nn.Parameter(weight, requires_grad=False)
+        for tensor in _computed_tensors(vars(module)):
+            memo[id(tensor)] = tensor.detach()  # of tied adapters; autograd forbids its copy
     copied = copy.deepcopy(model, memo)
     for part in copied.modules():
         # Of accelerate: wrappers around the forward of the model that was copied.
         for name in ("forward", "_hf_hook", "_old_forward"):
             vars(part).pop(name, None)
-    return copied.to("cpu")
+    if hasattr(copied, "get_base_model"):
+        for name, part in list(copied.base_model.model.named_modules()):
+            if isinstance(part, ModulesToSaveWrapper):  # PEFT would unload it with what was trained
+                copied.base_model.model.set_submodule(name, part.original_module)
+        copied = copied.unload()
+    return _plain_float32(copied.to("cpu"))
+
+
+def _computed_tensors(values: Mapping[Any, Any]) -> Iterator[Tensor]:
+    for value in values.values():
+        if isinstance(value, Tensor) and not value.is_leaf:
+            yield value
+        elif type(value) is dict:
+            yield from _computed_tensors(value)
 
 
 def _plain_float32(model: Any) -> Any:
@@ -226,16 +266,16 @@ def _dequantised(module: Any, parameter: Tensor) -> Tensor:
         return parameter
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
-    weight: Tensor = dequantize_bnb_weight(parameter, getattr(module, "state", None))
-    return weight
+    weight: Any = dequantize_bnb_weight(cast(nn.Parameter, parameter), getattr(module, "state", None))
+    return cast(Tensor, weight)
 
 
 def _one_adapter(model: Any) -> list[str]:
     active = list(getattr(model, "active_adapters", []))
     if len(active) != 1:
         raise UnsupportedError(
-            f"The model has {len(active)} active adapters ({', '.join(active) or 'none'}), and one is merged. Choose it by "
-            "model.set_adapter(NAME); several are combined by model.add_weighted_adapter(...)."
+            f"The model has {len(active)} active adapters ({', '.join(active) or 'none'}), and one is merged. Choose "
+            "it by model.set_adapter(NAME); several are combined by model.add_weighted_adapter(...)."
         )
     return active
 
@@ -253,16 +293,18 @@ def _check_all_trained_is_there(model: Any, again: Any, adapter: str) -> None:
             )
 
 
-def _stored_dtype(name: str, *, trust_remote_code: bool) -> torch.dtype:
-    """What the weights of a model are kept in, as its config.json says; float32 where it does not."""
-    from transformers import AutoConfig
+def _config(name: str, *, trust_remote_code: bool, **where: Any) -> Any:
+    """The configuration of a model as it is stored, with the dtype of its weights.
 
-    from grupo.hub import is_out_of_reach
-
-    config = AutoConfig.from_pretrained(
-        name, trust_remote_code=trust_remote_code, local_files_only=is_out_of_reach(name)
-    )
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    Raises:
+        ConfigError: there is none.
+    """
+    if is_out_of_reach(name):
+        where["local_files_only"] = True
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"There is no model to be had by the name {name!r}.") from error
 
 
 def _dtype_in_memory(model: Any) -> torch.dtype:
@@ -274,8 +316,6 @@ def _dtype_in_memory(model: Any) -> torch.dtype:
 
 def _tokenizer_of(folder: Path | None, model: Any, *, trust_remote_code: bool) -> Any:
     """The tokenizer in the folder, else the one beside the base model; None where there is none."""
-    from transformers import AutoTokenizer
-
     if folder is not None and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     try:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.runs.checkpoint import last_complete_checkpoint
 
 ADAPTER_CONFIG = "adapter_config.json"
+BASE_QUANTIZATION = "base_quantization.json"
+"""Beside an exported adapter that was trained on a quantised base: the configuration of the quantisation."""
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODEL_WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json"),
@@ -34,6 +35,15 @@ class Source:
     @property
     def adapter_config(self) -> dict[str, Any]:
         return read_json(self.folder / ADAPTER_CONFIG) if self.is_adapter else {}
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """How the base model was quantised while the adapter was trained; None where it was not, or nobody knows."""
+        for path in (self.folder / BASE_QUANTIZATION, self.run / "manifest.json"):
+            if self.is_adapter and path.is_file():
+                found = read_json(path)
+                return found.get("quantization") if path.name == "manifest.json" else found
+        return None
 
 
 def find_source(path: str | Path) -> Source:
@@ -58,6 +68,8 @@ def find_source(path: str | Path) -> Source:
     if (folder / "config.json").is_file() and _has(folder, MODEL_WEIGHTS):
         return Source(folder, False, run)
     if any(folder.glob("checkpoint-*")):
+        from grupo.runs.checkpoint import last_complete_checkpoint
+
         newest = find_source(last_complete_checkpoint(folder))
         return Source(newest.folder, newest.is_adapter, folder)
     raise ConfigError(

@@ -156,6 +156,6 @@ def is_refusal(error: Exception) -> bool:
     return status is not None and 400 <= status < 500 and status not in (408, 409, 412, 429)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     line = str(error).strip().partition("\n")[0] or type(error).__name__
     return line if line.endswith(".") else f"{line}."

@@ -158,6 +158,12 @@ def name_of(model: Any) -> str:
     return getattr(base_model(model).config, "_name_or_path", "") or ""
 
 
+def quantization(model: Any) -> dict[str, Any] | None:
+    """How the weights of the model, or of the base model of an adapter, are quantised; None where they are not."""
+    config = getattr(base_model(model).config, "quantization_config", None)
+    return config if config is None or isinstance(config, dict) else dict(config.to_dict())
+
+
 def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) -> Any:
     """The model with a fresh adapter; `revision` is that of the model, where it came from the Hub.
 

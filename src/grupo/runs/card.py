@@ -101,10 +101,11 @@ def for_hub(card: str, tags: Sequence[str]) -> str:
     from huggingface_hub import ModelCard
 
     made = ModelCard(card, ignore_metadata_errors=True)
-    made.data.tags = list(dict.fromkeys([*(made.data.tags or []), *TAGS, *tags]))
-    base = made.data.base_model
+    data: Any = made.data
+    data.tags = list(dict.fromkeys([*(data.tags or []), *TAGS, *tags]))
+    base = data.base_model
     if base is not None and not (isinstance(base, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", base)):
-        made.data.base_model = None
+        data.base_model = None
     return str(made)
 
 
