@@ -181,7 +181,7 @@ def test_adapters_that_are_no_function_of_a_layers_input_are_refused(config: Any
 
 def with_tokens(base: Path, *, rows: int, tokens: int) -> tuple[Any, Any]:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), tiny_tokenizer()
-    tokenizer.add_tokens([f"<new{index}>" for index in range(tokens - len(tokenizer))])
+    tokenizer.add_tokens([f"<new{index}>" for index in range(len(tokenizer), tokens)])
     model.resize_token_embeddings(rows)
     return model, tokenizer
 
@@ -233,7 +233,7 @@ def test_the_reference_of_a_trained_adapter(which: str, base: Path, adapter: Pat
             train(trainer)
     assert (logits(trainer.model) - start).abs().max() > 1e-3
     kl = logs_of(trainer)[0]["kl"]
-    assert abs(kl) < 1e-6 if which == "start" else kl > 1e-3
+    assert abs(kl) < 1e-7 if which == "start" else kl > 1e-5, kl
     said = json.loads((tmp_path / "run" / "manifest.json").read_text())["reference_policy"]
     assert said == trainer.reference.says and which in said  # type: ignore[union-attr]
 
@@ -282,7 +282,6 @@ def test_training_that_changes_nothing_is_told(tmp_path: Path, caplog: pytest.Lo
     assert unchanged(trainer.model, before) and is_blank(trainer.model)
     assert "2 optimizer steps changed none of the 8 trainable parameters: learning_rate is 0" in caplog.text
     caplog.clear()
-    train(make(tmp_path / "dead", None, peft_config=lora(), rewards=None, max_steps=1)) if False else None
     dead = make_trainer(tmp_path / "dead", lambda completions, **_: [1.0] * len(completions), peft_config=lora())
     train(dead)
     assert "no step had a gradient" in caplog.text

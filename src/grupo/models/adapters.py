@@ -216,8 +216,9 @@ def _name_base(config: PeftConfig, base: Any) -> None:
     name = config.base_model_name_or_path or getattr(base.config, "_name_or_path", "")
     if name and Path(name).is_dir():
         config.base_model_name_or_path = os.path.abspath(name)
-    elif name and config.revision is None:
-        config.revision = getattr(base.config, "_commit_hash", None)
+    elif name:
+        config.base_model_name_or_path = name
+        config.revision = config.revision or getattr(base.config, "_commit_hash", None)
 
 
 def has_new_tokens(model: Any) -> bool:
