@@ -17,8 +17,11 @@ from cases.harness import logs_of, make_trainer, snapshot, token_logprobs, train
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.models.adapters import find_adapter, is_blank, load_with_adapter, save_adapter
+from grupo.models.load import add_adapter
 from grupo.models.reference import BaseModel, ReferencePolicy
+from grupo.recipe import Recipe
 from grupo.records import Sample
+from grupo.start import fresh_adapter, with_start
 from tiny import tiny_model, tiny_tokenizer
 
 IDS = torch.arange(4, 40)[None]
@@ -316,3 +319,37 @@ def test_a_blank_adapter_is_told_when_it_is_loaded(
 def test_a_model_is_no_adapter(base: Path, tmp_path: Path) -> None:
     assert find_adapter(str(base)) is None
     assert find_adapter(str(tmp_path / "nothing")) is None
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ({}, {"r": 16, "lora_alpha": 32, "use_rslora": False, "use_dora": False, "bias": "none"}),
+        ({"rslora": True, "dora": True, "dropout": 0.1}, {"use_rslora": True, "use_dora": True, "lora_dropout": 0.1}),
+        ({"bias": "lora_only", "modules_to_save": ["lm_head"]}, {"bias": "lora_only", "modules_to_save": ["lm_head"]}),
+        (
+            {"layers": [1], "target_modules": ["q_proj", "up_proj"], "exclude_modules": ["up_proj"]},
+            {"layers_to_transform": [1], "exclude_modules": {"up_proj"}},
+        ),
+    ],
+)
+def test_a_recipe_reaches_every_kind(spec: dict[str, Any], wanted: dict[str, Any]) -> None:
+    recipe = Recipe.model_validate({"task": "times-tables", "lora": spec})
+    model = add_adapter(tiny_model(), fresh_adapter(recipe))
+    config = model.peft_config["default"].to_dict()
+    assert {name: config[name] for name in wanted} == wanted
+    adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    assert all(("layers.1." in name) and "up_proj" not in name for name in adapted) == ("layers" in spec)
+    assert adapted and all("lm_head" not in name for name in adapted)
+
+
+def test_a_recipe_goes_on_with_an_adapter_unless_it_asks_for_a_fresh_one(adapter: Path) -> None:
+    bare = Recipe.model_validate({"task": "times-tables", "model": str(adapter)})
+    assert bare.lora is not None and with_start(bare).lora is None
+    asking = Recipe.model_validate({"task": "times-tables", "model": str(adapter), "lora": {"r": 4}})
+    assert with_start(asking) is asking
+    whole = Recipe.model_validate({"task": "times-tables", "model": str(adapter.parent / "base")})
+    assert with_start(whole) is whole

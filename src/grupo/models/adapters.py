@@ -14,7 +14,8 @@ from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_wei
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
-from transformers.utils import find_adapter_config_file, has_file
+from transformers.utils.hub import has_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from grupo.errors import ConfigError, GrupoError, UnsupportedError
 from grupo.hub import is_out_of_reach
