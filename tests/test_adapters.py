@@ -17,8 +17,11 @@ from cases.harness import logs_of, make_trainer, snapshot, token_logprobs, train
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.models.adapters import find_adapter, is_blank, load_with_adapter, save_adapter
+from grupo.models.load import add_adapter
 from grupo.models.reference import BaseModel, ReferencePolicy
+from grupo.recipe import Recipe
 from grupo.records import Sample
+from grupo.start import fresh_adapter, with_start
 from tiny import tiny_model, tiny_tokenizer
 
 IDS = torch.arange(4, 40)[None]
@@ -181,7 +184,7 @@ def test_adapters_that_are_no_function_of_a_layers_input_are_refused(config: Any
 
 def with_tokens(base: Path, *, rows: int, tokens: int) -> tuple[Any, Any]:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), tiny_tokenizer()
-    tokenizer.add_tokens([f"<new{index}>" for index in range(tokens - len(tokenizer))])
+    tokenizer.add_tokens([f"<new{index}>" for index in range(len(tokenizer), tokens)])
     model.resize_token_embeddings(rows)
     return model, tokenizer
 
@@ -233,7 +236,7 @@ def test_the_reference_of_a_trained_adapter(which: str, base: Path, adapter: Pat
             train(trainer)
     assert (logits(trainer.model) - start).abs().max() > 1e-3
     kl = logs_of(trainer)[0]["kl"]
-    assert abs(kl) < 1e-6 if which == "start" else kl > 1e-3
+    assert abs(kl) < 1e-7 if which == "start" else kl > 1e-5, kl
     said = json.loads((tmp_path / "run" / "manifest.json").read_text())["reference_policy"]
     assert said == trainer.reference.says and which in said  # type: ignore[union-attr]
 
@@ -282,7 +285,6 @@ def test_training_that_changes_nothing_is_told(tmp_path: Path, caplog: pytest.Lo
     assert unchanged(trainer.model, before) and is_blank(trainer.model)
     assert "2 optimizer steps changed none of the 8 trainable parameters: learning_rate is 0" in caplog.text
     caplog.clear()
-    train(make(tmp_path / "dead", None, peft_config=lora(), rewards=None, max_steps=1)) if False else None
     dead = make_trainer(tmp_path / "dead", lambda completions, **_: [1.0] * len(completions), peft_config=lora())
     train(dead)
     assert "no step had a gradient" in caplog.text
@@ -317,3 +319,37 @@ def test_a_blank_adapter_is_told_when_it_is_loaded(
 def test_a_model_is_no_adapter(base: Path, tmp_path: Path) -> None:
     assert find_adapter(str(base)) is None
     assert find_adapter(str(tmp_path / "nothing")) is None
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ({}, {"r": 16, "lora_alpha": 32, "use_rslora": False, "use_dora": False, "bias": "none"}),
+        ({"rslora": True, "dora": True, "dropout": 0.1}, {"use_rslora": True, "use_dora": True, "lora_dropout": 0.1}),
+        ({"bias": "lora_only", "modules_to_save": ["lm_head"]}, {"bias": "lora_only", "modules_to_save": ["lm_head"]}),
+        (
+            {"layers": [1], "target_modules": ["q_proj", "up_proj"], "exclude_modules": ["up_proj"]},
+            {"layers_to_transform": [1], "exclude_modules": {"up_proj"}},
+        ),
+    ],
+)
+def test_a_recipe_reaches_every_kind(spec: dict[str, Any], wanted: dict[str, Any]) -> None:
+    recipe = Recipe.model_validate({"task": "times-tables", "lora": spec})
+    model = add_adapter(tiny_model(), fresh_adapter(recipe))
+    config = model.peft_config["default"].to_dict()
+    assert {name: config[name] for name in wanted} == wanted
+    adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
+    assert all(("layers.1." in name) and "up_proj" not in name for name in adapted) == ("layers" in spec)
+    assert adapted and all("lm_head" not in name for name in adapted)
+
+
+def test_a_recipe_goes_on_with_an_adapter_unless_it_asks_for_a_fresh_one(adapter: Path) -> None:
+    bare = Recipe.model_validate({"task": "times-tables", "model": str(adapter)})
+    assert bare.lora is not None and with_start(bare).lora is None
+    asking = Recipe.model_validate({"task": "times-tables", "model": str(adapter), "lora": {"r": 4}})
+    assert with_start(asking) is asking
+    whole = Recipe.model_validate({"task": "times-tables", "model": str(adapter.parent / "base")})
+    assert with_start(whole) is whole

@@ -79,6 +79,14 @@ class LoraSpec(_Part):
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases of the base model are trained."""
 
+    @model_validator(mode="after")
+    def _layers_need_names(self) -> LoraSpec:
+        if self.layers is not None and isinstance(self.target_modules, str):
+            raise ValueError(
+                "`layers` needs the modules in them by name, as in target_modules: [q_proj, v_proj, up_proj, down_proj]"
+            )
+        return self
+
 
 class SftSpec(_Part):
     """A short supervised phase on demonstrations, on the same adapter, before GRPO."""

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 from grupo.config import GRPOConfig
 from grupo.console import ProgressLines, say, step_bar
-from grupo.data.demonstrations import chosen_rows, demonstrations
+from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues
 from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
 from grupo.data.sources import dataset_rows, recipe_rows
 from grupo.errors import ConfigError
@@ -63,11 +63,11 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
     if config.world_size > 1:
         (folder,) = broadcast_object_list([folder])
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
+    say(console, phase.describe())
     set_seed(config.seed)
     model, of_adapter = policy(start_model(recipe), config, quantization_config=None, peft_config=fresh_adapter(recipe))
     tokenizer = tokenizer_of(model, config, of_adapter)
-    shown = demonstrations(phase.rows, PromptTokenizer(tokenizer, mapping(config.chat_template_kwargs)), phase.form)
-    say(console, phase.describe())
+    shown = demonstrations(phase.shown, PromptTokenizer(tokenizer, mapping(config.chat_template_kwargs)))
     if not dry_run:
         RunFolder(folder, rank=config.process_index).open(resumed=False)
         phase.run(model, tokenizer, shown, Path(folder), console)
@@ -75,16 +75,16 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
     return 0
 
 
-def primed_folder(recipe: Recipe, config: GRPOConfig, rows: Sequence[Any], *, resume: bool) -> str | None:
+def primed_folder(phase: Phase) -> str | None:
     """Where an interrupted run has left the model of its supervised phase; None where that is still to be done.
 
     Raises:
         ConfigError: it was made with other settings.
     """
-    folder = Path(str(config.output_dir)) / FOLDER
-    if recipe.sft is None or not resume or not folder.is_dir():
+    folder = Path(str(phase.config.output_dir)) / FOLDER
+    if not folder.is_dir():
         return None
-    if _read(folder / SETTINGS) != Phase(recipe, config, rows).settings():
+    if _read(folder / SETTINGS) != phase.settings():
         raise ConfigError(
             f"The supervised phase in {folder} was made with other settings ({SETTINGS} in it has them). Set them back "
             "to resume the run, or start a new one without --resume."
@@ -92,15 +92,16 @@ def primed_folder(recipe: Recipe, config: GRPOConfig, rows: Sequence[Any], *, re
     return str(folder)
 
 
-def prime(recipe: Recipe, trainer: GRPOTrainer, rows: Sequence[Any], console: Console, *, dry_run: bool) -> None:
+def prime(phase: Phase, trainer: GRPOTrainer, console: Console, *, dry_run: bool) -> None:
     """The supervised phase of a GRPO run, on the trainer's own model, which is then its reference policy as well."""
-    phase = Phase(recipe, trainer.config, rows)
-    shown = demonstrations(phase.rows, trainer.prompt_tokenizer, phase.form)
+    shown = demonstrations(phase.shown, trainer.prompt_tokenizer)
     say(console, phase.describe())
     if dry_run:
         return
-    trainer.run_folder.open(resumed=False)
-    phase.run(trainer.model, trainer.tokenizer, shown, trainer.run_folder.path / FOLDER, console)
+    folder = trainer.run_folder.path
+    # The trainer opens its folder later, with a manifest of the model as it is then.
+    RunFolder(folder, rank=trainer.config.process_index).open(resumed=False)
+    phase.run(trainer.model, trainer.tokenizer, shown, folder / FOLDER, console)
     trainer.take_reference()
 
 
@@ -113,20 +114,21 @@ class Phase:
 
     def __init__(self, recipe: Recipe, config: GRPOConfig, rows: Sequence[Any]) -> None:
         assert recipe.sft is not None
-        self.recipe, self.config, self.form = recipe, config, recipe.sft.answer
+        self.recipe, self.config = recipe, config
         source = rows if recipe.sft.dataset is None else dataset_rows(recipe.sft.dataset)
         numbers = row_numbers(source)
         places = chosen_rows(source, recipe.sft.rows, config.seed)
-        self.rows = NumberedRows([source[place] for place in places], [numbers[place] for place in places])
+        rows = NumberedRows([source[place] for place in places], [numbers[place] for place in places])
+        self.shown = dialogues(rows, recipe.sft.answer)
         self.args = self._arguments(recipe.sft.training)
 
     def describe(self) -> str:
         per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        steps = math.ceil(math.ceil(len(self.rows) / per_step) * self.args.num_train_epochs)
+        steps = math.ceil(math.ceil(len(self.shown) / per_step) * self.args.num_train_epochs)
         steps = self.args.max_steps if self.args.max_steps > 0 else steps
-        return f"[bold]sft[/]      {len(self.rows)} demonstrations, {steps} optimizer steps of supervised fine-tuning"
+        return f"[bold]sft[/]      {len(self.shown)} demonstrations, {steps} optimizer steps of supervised fine-tuning"
 
-    def run(self, model: Any, tokenizer: Any, shown: Sequence[Any], folder: Path, console: Console) -> None:
+    def run(self, model: Any, tokenizer: Any, shown: Sequence[Demonstration], folder: Path, console: Console) -> None:
         """Trains the model in place, and leaves it in `folder`, whole or not at all."""
         trainer = sft_trainer(model, shown, tokenizer, self.args)
         trainer.remove_callback(PrinterCallback)

@@ -34,7 +34,7 @@ from grupo.runs.checkpoint import last_complete_checkpoint
 from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
 from grupo.runs.folder import fresh_folder, group_record
 from grupo.sampling import SamplingSpec
-from grupo.sft_command import prime, primed_folder
+from grupo.sft_command import Phase, prime, primed_folder
 from grupo.start import fresh_adapter, start_model, with_start
 from grupo.trainer import GRPOTrainer
 
@@ -76,14 +76,15 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
         console = _one_voice(config, console)
         recipe = _one_folder(recipe, config)
     rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
-    primed = primed_folder(recipe, config, rows, resume=resume)
+    phase = None if recipe.sft is None else Phase(recipe, config, rows)
+    primed = primed_folder(phase) if phase is not None and resume else None
     trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards, primed))
     folder = trainer.run_folder.path
     checkpoint = trainer.checkpoint_to_resume(resume)
     held_out = _held_out(recipe, trainer, held_out_rows)
     _introduce(console, recipe, trainer, held_out_rows)
-    if recipe.sft is not None and primed is None:
-        clock.measure("sft", lambda: prime(recipe, trainer, rows, console, dry_run=dry_run))
+    if phase is not None and primed is None:
+        clock.measure("sft", lambda: prime(phase, trainer, console, dry_run=dry_run))
     if dry_run:
         if trainer.is_world_process_zero():
             _remove_if_empty(folder)  # the base class has made it

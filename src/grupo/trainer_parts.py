@@ -139,7 +139,7 @@ def check_output_folder(config: GRPOConfig, adapter: Path) -> None:
     Raises:
         ConfigError: the run would write its own adapter in its place.
     """
-    if Path(config.output_dir).resolve() == adapter.resolve():
+    if Path(str(config.output_dir)).resolve() == adapter.resolve():
         raise ConfigError(
             f"output_dir={config.output_dir!r} is the folder of the adapter that training starts from, which would be "
             "overwritten. Choose another folder."

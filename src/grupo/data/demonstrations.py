@@ -23,8 +23,18 @@ logger = logging.getLogger("grupo")
 
 
 @dataclass(frozen=True)
+class Dialogue:
+    """A prompt and its answer: both text, or both lists of messages."""
+
+    row: int
+    """Of the dataset, counted from 0."""
+    prompt: str | list[dict[str, Any]]
+    answer: str | list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Demonstration:
-    """One answer to learn."""
+    """A dialogue as token ids."""
 
     row: int
     """Of the dataset, counted from 0."""
@@ -33,8 +43,8 @@ class Demonstration:
     """With what ends an answer; the loss is on these alone."""
 
 
-def demonstrations(rows: Rows, tokenizer: PromptTokenizer, form: str | None = None) -> list[Demonstration]:
-    """Every row as token ids.
+def dialogues(rows: Rows, form: str | None = None) -> list[Dialogue]:
+    """Prompt and answer of every row, without a tokenizer.
 
     Args:
         form: the answer as a text in which `{name}` stands for the column `name`, and `{question}` for the question;
@@ -45,30 +55,18 @@ def demonstrations(rows: Rows, tokenizer: PromptTokenizer, form: str | None = No
     """
     if not len(rows):
         raise DataError("There are no rows to show answers from.")
-    return [_demonstration(number, rows[index], tokenizer, form) for index, number in enumerate(row_numbers(rows))]
+    return [_dialogue(number, rows[index], form) for index, number in enumerate(row_numbers(rows))]
 
 
-def _demonstration(number: int, row: Mapping[str, Any], tokenizer: PromptTokenizer, form: str | None) -> Demonstration:
-    content, answer = _dialogue(number, row, form)
-    try:
-        prompt_ids, answer_ids = tokenizer.answered(content, answer)
-    except DataError as error:
-        raise DataError(f"Row {number} cannot be shown. {error}") from error
-    if not prompt_ids or not answer_ids:
-        raise DataError(f"The {'answer' if prompt_ids else 'prompt'} of row {number} has no tokens.")
-    return Demonstration(number, prompt_ids, answer_ids)
-
-
-def _dialogue(number: int, row: Mapping[str, Any], form: str | None) -> tuple[Any, Any]:
-    """Prompt and answer, both text or both messages."""
+def _dialogue(number: int, row: Mapping[str, Any], form: str | None) -> Dialogue:
     if "prompt" not in row and "messages" in row and form is None:
         messages = checked_content(number, row["messages"], "conversation")
         if isinstance(messages, str) or len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise DataError(f"The conversation of row {number} must end with an answer of the role 'assistant'.")
-        return messages[:-1], messages[-1:]
+        return Dialogue(number, messages[:-1], messages[-1:])
     if "prompt" not in row:
         raise DataError(f"Row {number} has no `prompt`, only {sorted(row)}.")
-    content = checked_content(number, row["prompt"])
+    prompt = checked_content(number, row["prompt"])
     if form is None and "completion" not in row:
         raise DataError(
             f"Row {number} has no `completion`, only {sorted(row)}. Write answers from its columns by a form, for "
@@ -77,9 +75,29 @@ def _dialogue(number: int, row: Mapping[str, Any], form: str | None) -> tuple[An
     answer = checked_content(number, row["completion"], "completion") if form is None else written(form, row, number)
     if isinstance(answer, str) and not answer.strip():
         raise DataError(f"The answer of row {number} is empty.")
-    if isinstance(answer, str) and not isinstance(content, str):
+    if isinstance(answer, str) and not isinstance(prompt, str):
         answer = [{"role": "assistant", "content": answer}]
-    return content, answer
+    if isinstance(prompt, str) and not isinstance(answer, str):
+        raise DataError(
+            f"The prompt of row {number} is text and its completion a list of messages: make both the same."
+        )
+    return Dialogue(number, prompt, answer)
+
+
+def demonstrations(shown: Sequence[Dialogue], tokenizer: PromptTokenizer) -> list[Demonstration]:
+    """Token ids of every dialogue.
+
+    Raises:
+        DataError: a prompt or an answer has none, or the tokenizer has no chat template for messages.
+    """
+    return [_demonstration(dialogue, tokenizer) for dialogue in shown]
+
+
+def _demonstration(dialogue: Dialogue, tokenizer: PromptTokenizer) -> Demonstration:
+    prompt_ids, answer_ids = tokenizer.answered(dialogue.prompt, dialogue.answer)
+    if not prompt_ids or not answer_ids:
+        raise DataError(f"The {'answer' if prompt_ids else 'prompt'} of row {dialogue.row} has no tokens.")
+    return Demonstration(dialogue.row, prompt_ids, answer_ids)
 
 
 def written(form: str, row: Mapping[str, Any], number: int) -> str:
@@ -124,7 +142,7 @@ def that_fit(
     kept = [item for item, size in zip(shown, lengths, strict=True) if context_length is None or size <= context_length]
     if not kept:
         raise DataError(
-            f"No demonstration fits into the model's context of {context_length}: see {min(lengths)} tokens."
+            f"No demonstration fits the model's context of {context_length} tokens; the shortest has {min(lengths)}."
         )
     if len(kept) < len(shown):
         logger.warning(

@@ -82,10 +82,6 @@ class PromptTokenizer:
         not begin with those of the prompt, the text of the answer is put behind them as a sampled one would be.
         """
         prompt_ids = self(content)
-        if isinstance(content, str) != isinstance(answer, str):
-            raise DataError(
-                f"The prompt is {_kind_of(content)} and its answer {_kind_of(answer)}: give both in the same form."
-            )
         if isinstance(content, str):
             assert isinstance(answer, str)
             eos = self.tokenizer.eos_token or ""
@@ -147,10 +143,6 @@ class PromptTokenizer:
             **self.chat_template_kwargs,
         )
         return tuple(encoded["input_ids"])
-
-
-def _kind_of(content: Any) -> str:
-    return "text" if isinstance(content, str) else "a list of messages"
 
 
 def _only_text(answer: Sequence[Mapping[str, Any]]) -> str:

@@ -14,7 +14,8 @@ from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_wei
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
-from transformers.utils import find_adapter_config_file, has_file
+from transformers.utils.hub import has_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from grupo.errors import ConfigError, GrupoError, UnsupportedError
 from grupo.hub import is_out_of_reach
@@ -216,8 +217,9 @@ def _name_base(config: PeftConfig, base: Any) -> None:
     name = config.base_model_name_or_path or getattr(base.config, "_name_or_path", "")
     if name and Path(name).is_dir():
         config.base_model_name_or_path = os.path.abspath(name)
-    elif name and config.revision is None:
-        config.revision = getattr(base.config, "_commit_hash", None)
+    elif name:
+        config.base_model_name_or_path = name
+        config.revision = config.revision or getattr(base.config, "_commit_hash", None)
 
 
 def has_new_tokens(model: Any) -> bool:

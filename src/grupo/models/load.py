@@ -191,13 +191,30 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
     peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
     peft_config.revision = peft_config.revision or revision
     try:
-        return get_peft_model(prepared_for_adapter(model), peft_config)
+        adapted = get_peft_model(prepared_for_adapter(model), peft_config)
     except ValueError as error:  # target modules that match nothing, most of the time
         linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise ConfigError(
             f"The adapter cannot be added: {_first_line(error)} The linear layers of this model are called "
             f"{', '.join(sorted(linear))}; 'all-linear' takes all but the head."
         ) from error
+    _warn_of_tied_layers(adapted)
+    return adapted
+
+
+def _warn_of_tied_layers(model: Any) -> None:
+    """An adapter on one of two layers that share their weights: it trains, saves and loads; merging is the trap."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = base_model(model)
+    ends = {"embeddings": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+    names = [name for name, layer in ends.items() if isinstance(layer, BaseTunerLayer)]
+    if names and base.config.get_text_config().tie_word_embeddings:
+        logger.warning(
+            "The adapter acts on the %s of a model whose embeddings and head share their weights. peft's "
+            "merge_and_unload() would change both, which is another model; `grupo export` takes them apart first.",
+            " and the ".join(names),
+        )
 
 
 def prepared_for_adapter(model: Any) -> Any:

@@ -107,4 +107,4 @@ class BaseModel:
 
 def reference_policy(model: Any, which: str) -> ReferencePolicy | BaseModel:
     """The reference by its name: "start" or "base"."""
-    return {"start": ReferencePolicy, "base": BaseModel}[which](model)
+    return BaseModel(model) if which == "base" else ReferencePolicy(model)
