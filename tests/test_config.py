@@ -82,8 +82,10 @@ def test_every_field_of_trl_has_its_default() -> None:
 
 def test_own_fields() -> None:
     assert {name: field_default(FIELDS[name]) for name in GRUPO_ROWS} == {
+        "chat_template": None,
         "max_prompt_length": None,
         "overlong_prompts": "filter",
+        "reference_policy": "start",
         "micro_batch_tokens": None,
         "offload_activations": False,
         "max_failed_reward_share": 0.2,
@@ -424,6 +426,7 @@ EFFECT_CASES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] 
     "use_bias_correction_kl": (False, [{}], [WITH_KL]),
     "kl_on_dead_groups": (False, [{}], [WITH_KL]),
     "sync_ref_model": (True, [{}], [WITH_KL]),
+    "reference_policy": ("base", [{}], [WITH_KL]),
     "ref_model_mixup_alpha": (0.9, [WITH_KL], [{"sync_ref_model": True, **WITH_KL}]),
     "ref_model_sync_steps": (64, [{}], [{"sync_ref_model": True, **WITH_KL}]),
     "entropy_coef_min": (0.1, [{}, {"entropy_coef": 0.1}], [{"use_adaptive_entropy": True}]),

@@ -19,9 +19,10 @@ PACKAGE = Path(grupo.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["check_command", "train_command"],
-    ["console", "trainer"],
-    ["trainer_parts"],
+    ["check_command", "export_command", "sft_command", "train_command"],
+    ["console", "sft", "start", "trainer"],
+    ["hub_trainer", "trainer_parts"],
+    ["export"],
     ["evals", "runs"],
     ["rollout", "scoring"],
     ["data", "models"],

@@ -9,11 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from grupo.chat_templates import set_chat_template as set_chat_template
     from grupo.config import GRPOConfig as GRPOConfig
+    from grupo.fast import FastLanguageModel as FastLanguageModel
+    from grupo.fast import PatchFastRL as PatchFastRL
+    from grupo.fast import is_bfloat16_supported as is_bfloat16_supported
     from grupo.rollout.engine import Engine as Engine
     from grupo.rollout.engine import GenerationRequest as GenerationRequest
     from grupo.rollout.scripted import ScriptedEngine as ScriptedEngine
     from grupo.sampling import SamplingSpec as SamplingSpec
+    from grupo.sampling_params import SamplingParams as SamplingParams
     from grupo.step_plan import StepPlan as StepPlan
     from grupo.trainer import GRPOTrainer as GRPOTrainer
 
@@ -21,30 +26,33 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "grupo.rollout.engine",
+    "FastLanguageModel": "grupo.fast",
     "GRPOConfig": "grupo.config",
     "GRPOTrainer": "grupo.trainer",
     "GenerationRequest": "grupo.rollout.engine",
+    "PatchFastRL": "grupo.fast",
+    "SamplingParams": "grupo.sampling_params",
     "SamplingSpec": "grupo.sampling",
     "ScriptedEngine": "grupo.rollout.scripted",
     "StepPlan": "grupo.step_plan",
+    "is_bfloat16_supported": "grupo.fast",
+    "set_chat_template": "grupo.chat_templates",
 }
+_OTHER_NAMES = {
+    "FastModel": "FastLanguageModel",
+    "get_chat_template": "set_chat_template",
+    "vLLMSamplingParams": "SamplingParams",
+}
+"""What scripts written for Unsloth call it -> its name here."""
 
-__all__ = [
-    "Engine",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "GenerationRequest",
-    "SamplingSpec",
-    "ScriptedEngine",
-    "StepPlan",
-    "__version__",
-]
+__all__ = [*_HOMES, *_OTHER_NAMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    own = _OTHER_NAMES.get(name, name)
+    if own not in _HOMES:
         raise AttributeError(f"module 'grupo' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_HOMES[own]), own)
 
 
 def __dir__() -> list[str]:

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import check_curriculum_column
@@ -36,19 +38,24 @@ from grupo.data.prompts import (
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.hub_trainer import HubTrainer
 from grupo.metrics import MetricSums, merged
+from grupo.models.adapters import save_adapter, warn_of_vocabulary
+from grupo.models.asked import asked_of
 from grupo.models.load import (
     adapter_settings,
     base_model,
     check_stop_token_ids,
     check_trainable,
     context_length,
+    ids_of_stop_texts,
     name_of,
+    quantization,
     stop_token_ids,
     vocabulary_size,
 )
 from grupo.models.memory import default_token_budget
-from grupo.models.reference import ReferencePolicy
+from grupo.models.reference import ReferencePolicy, reference_policy
 from grupo.records import Sample
 from grupo.rewards.runner import RewardFunctions
 from grupo.rollout.collect import RolloutCollector, RolloutResult
@@ -72,6 +79,7 @@ from grupo.step_plan import StepPlan
 from grupo.trainer_parts import (
     SIGNAL_FIELDS,
     LastStepIsLogged,
+    UnchangedIsTold,
     advantage_settings,
     check_best_metric,
     check_optimizer,
@@ -94,7 +102,7 @@ from grupo.trainer_parts import (
 logger = logging.getLogger("grupo")
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(HubTrainer):
     """Trains a causal language model with Group Relative Policy Optimization (arXiv:2402.03300).
 
     Takes the keyword arguments of TRL's GRPOTrainer. `trainer.config` is the configuration as it was given;
@@ -156,6 +164,8 @@ class GRPOTrainer(Trainer):
         if not isinstance(args, GRPOConfig):
             raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
         self.config = args
+        self.model_argument = model if isinstance(model, str) else None
+        """What training starts from, as it was given by name: a model, or an adapter."""
         if tokenizer is not None:
             if processing_class is not None:
                 raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
@@ -171,14 +181,19 @@ class GRPOTrainer(Trainer):
         check_best_metric(args, eval_dataset)
 
         set_seed(args.seed)
-        model = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
+        model, of_adapter = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
         self.trainable_parameters, self.total_parameters = check_trainable(model)
-        self.context_length = context_length(model)
+        asked = asked_of(model)
+        self.context_length = min(filter(None, (context_length(model), asked.max_seq_length)), default=None)
         self.vocabulary_size = vocabulary_size(model)
         check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
-        self.tokenizer = tokenizer_of(model, args, processing_class)
+        self.tokenizer = tokenizer_of(model, args, of_adapter if processing_class is None else processing_class)
+        warn_of_vocabulary(model, self.tokenizer)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
-        self.stop_token_ids = stop_token_ids(self.tokenizer, model)
+        self.stop_token_ids = (
+            *stop_token_ids(self.tokenizer, model),
+            *ids_of_stop_texts(self.tokenizer, args.stop_texts),
+        )
         self.train_rows = self.tokenized_rows(train_dataset, "training") if train_dataset is not None else []
         if train_dataset is not None:
             self.plan = StepPlan.from_config(args, num_prompts=len(self.train_rows))
@@ -192,11 +207,11 @@ class GRPOTrainer(Trainer):
 
         super().__init__(
             model=model,
-            args=one_item_per_step(args),
+            args=one_item_per_step(args, asked),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.tokenizer,
-            callbacks=[*(callbacks or []), LastStepIsLogged()],
+            callbacks=[*(callbacks or []), LastStepIsLogged(), UnchangedIsTold()],
             optimizers=optimizers,
         )
         check_optimizer(optimizers[0], self.model, args)
@@ -210,7 +225,7 @@ class GRPOTrainer(Trainer):
         # The loss is divided by the denominators of the whole step; nothing is left to divide.
         self.model_accepts_loss_kwargs = False
         self._prepare_checkpointing()
-        self.reference = ReferencePolicy(self.model) if args.beta != 0.0 else None
+        self.take_reference()
         self.engine: Engine = engine or LocalEngine(
             self.model, decode=self._decode, stop_token_ids=self.stop_token_ids, autocast=self.accelerator.autocast
         )
@@ -338,9 +353,14 @@ class GRPOTrainer(Trainer):
         is_chosen = self.config.dynamic_sampling or self.config.num_generations_trained is not None
         return is_scored and not is_chosen and self.rewards.some_run_beside_scoring
 
+    def take_reference(self) -> None:
+        """Makes the policy as it is now the one that the KL term holds on to, unless that is the base model."""
+        with_kl = self.config.beta != 0.0
+        self.reference = reference_policy(self.model, self.config.reference_policy) if with_kl else None
+
     def _sync_reference(self) -> None:
         """TR-DPO: every `ref_model_sync_steps` optimizer steps the reference moves towards the policy."""
-        if self.reference is None or not self.config.sync_ref_model:
+        if not isinstance(self.reference, ReferencePolicy) or not self.config.sync_ref_model:
             return
         if self.state.global_step and self.state.global_step % self.config.ref_model_sync_steps == 0:
             self.reference.mix_in_policy(self.config.ref_model_mixup_alpha)
@@ -487,6 +507,8 @@ class GRPOTrainer(Trainer):
             level = logging.WARNING if self.plan.raised_from or self.plan.dropped_prompts_per_epoch else logging.INFO
             for line in self.plan.describe():
                 logger.log(level, "%s", line)
+            if self.reference is not None:
+                logger.info("reference policy: %s", self.reference.says)
         # A second call is a run of its own.
         self._window = None
         if self.train_rows:
@@ -541,7 +563,10 @@ class GRPOTrainer(Trainer):
                     plan=self.plan.describe(),
                     trainable_parameters=self.trainable_parameters,
                     parameters=self.total_parameters,
+                    quantization=quantization(self.model),
                     micro_batch_tokens=self.policy_update.token_budget,
+                    start=self.model_argument,
+                    reference_policy=None if self.reference is None else self.reference.says,
                 ),
             )
         elif self.config.micro_batch_tokens is None:
@@ -600,6 +625,18 @@ class GRPOTrainer(Trainer):
         self._metrics.add(f"time/{phase}", seconds)
         self.seconds[phase] += seconds
 
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Private in the base class, but both `save_model` and checkpoints come here: adapters that load elsewhere."""
+        if not isinstance(self.model, PeftModel):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            folder = output_dir or str(self.args.output_dir)
+            save_adapter(self.model, folder)
+            self.tokenizer.save_pretrained(folder)
+            torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
+
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -646,6 +683,7 @@ class GRPOTrainer(Trainer):
             "data_seed": self.config.resolved_data_seed,
             "temperature": self.config.training_temperature,
             "beta": self.config.beta,
+            "reference_policy": self.config.reference_policy,
             "optim": getattr(self.config.optim, "value", self.config.optim),
             **adapter_settings(self.model),
             "parameters": self.total_parameters,
@@ -674,7 +712,7 @@ class GRPOTrainer(Trainer):
             token_budget=self._token_budget(),
             on_token_budget=self._write_token_budget,
             checkpointing=bool(self.args.gradient_checkpointing),
-            offload_activations=self.config.offload_activations,
+            offload_activations=self.args.offload_activations,
             all_gather=self._all_gather,
             autocast=self.accelerator.autocast,
             dtype=torch.float64 if torch.float64 in floats else torch.float32,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from grupo.models.decoding import decoding_copy
 from grupo.models.memory import free_bytes, give_back_memory
+from grupo.models.quantized import dense_bytes, spare_evaluation_mode
 from grupo.records import Completion, FinishReason
 from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
 from grupo.rollout.engine import GenerationRequest
@@ -103,7 +104,7 @@ class LocalEngine:
     def _decoding_model(self) -> nn.Module:
         if self._copies is None:
             # Once: with folded adapters numbers are rounded differently, and a run is to stay the same all along.
-            free, needed = free_bytes(self.device), sum(map(_bytes, self.model.parameters()))
+            free, needed = free_bytes(self.device), dense_bytes(self.model)
             self._copies = free is None or free > COPY_HEADROOM * needed
         copied = decoding_copy(self.model) if self._copies else None
         return self.model if copied is None else copied
@@ -216,10 +217,6 @@ class LocalEngine:
         )
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _without_holes(going: Sequence[int]) -> list[int]:
     """The rows that go on, those at the end moved into the places that became free; the others stay where they are."""
     count = len(going)
@@ -240,10 +237,11 @@ def _uniforms(seed: int, sampling: SamplingSpec) -> list[float]:
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """`eval()` for the rollout: dropout off, and gradient checkpointing, which would drop the cache, off too."""
-    training = [module for module in model.modules() if module.training]
+    before = {module: module.training for module in model.modules()}
     model.eval()
+    spare_evaluation_mode(model)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in before.items():
+            module.training = training

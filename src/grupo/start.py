@@ -1,0 +1,46 @@
+"""What a recipe starts from: a model, with a fresh adapter or without, or a saved adapter to go on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grupo.models.adapters import find_adapter
+from grupo.models.default_model import default_model_path
+from grupo.recipe import Recipe
+
+
+def start_model(recipe: Recipe) -> str:
+    """Path or name of the model or adapter."""
+    return default_model_path() if recipe.model == "default" else recipe.model
+
+
+def with_start(recipe: Recipe) -> Recipe:
+    """The recipe with `lora: null` where its model is a saved adapter and it asks for no fresh one."""
+    if recipe.model == "default" or "lora" in recipe.model_fields_set:
+        return recipe
+    kwargs = recipe.training.get("model_init_kwargs")
+    if find_adapter(recipe.model, kwargs if isinstance(kwargs, dict) else None) is None:
+        return recipe
+    return recipe.model_copy(update={"lora": None})
+
+
+def fresh_adapter(recipe: Recipe) -> Any:
+    """The configuration of the adapter that the recipe asks for; None for none."""
+    spec = recipe.lora
+    if spec is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=spec.r,
+        lora_alpha=spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=spec.target_modules,
+        exclude_modules=spec.exclude_modules,
+        modules_to_save=spec.modules_to_save,
+        layers_to_transform=spec.layers,
+        use_rslora=spec.rslora,
+        use_dora=spec.dora,
+        bias=spec.bias,
+    )
