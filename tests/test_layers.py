@@ -20,7 +20,7 @@ LAYERS = [
     ["cli"],
     ["check_command", "train_command"],
     ["console", "trainer"],
-    ["trainer_parts"],
+    ["resumable", "trainer_parts"],
     ["evals", "runs"],
     ["rollout", "scoring"],
     ["data", "models"],
