@@ -13,10 +13,8 @@ import pandas
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
 
 from grupo import GRPOTrainer
-from grupo.errors import ConfigError
 from tiny_trainer import make_trainer, weights
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2)
@@ -37,9 +35,13 @@ def with_extras(completion_ids: list[list[int]], dead: list[bool], log_extra: An
     return sum_of_ids(completion_ids, dead)
 
 
-def run(
-    folder: Path, *, resume: Any = None, rewards: Any = sum_of_ids, accept: tuple[str, ...] = (), **settings: Any
-) -> GRPOTrainer:
+def run(folder: Path, *, resume: Any = None, accept: tuple[str, ...] = (), **settings: Any) -> GRPOTrainer:
+    trainer = run_of(folder, **settings)
+    trainer.train(resume_from_checkpoint=resume, accept_changes=accept)
+    return trainer
+
+
+def run_of(folder: Path, *, rewards: Any = sum_of_ids, **settings: Any) -> GRPOTrainer:
     """The model itself samples; 8 prompts, 2 per step with G = 4, so 4 steps an epoch; 8 steps."""
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 8, "shuffle_dataset": True,
@@ -47,11 +49,9 @@ def run(
         "save_strategy": "steps",
     }  # fmt: skip
     rows = [{"prompt": text, "dead": text == "c", "level": index // 4} for index, text in enumerate("abcdefgh")]
-    trainer = make_trainer(
+    return make_trainer(
         folder, script=None, dataset=rows, eval_dataset=rows[:2], reward_funcs=rewards, **{**defaults, **settings}
     )
-    trainer.train(resume_from_checkpoint=resume, accept_changes=accept)
-    return trainer
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
