@@ -21,6 +21,7 @@ LAYERS = [
     ["cli"],
     ["check_command", "export_command", "sft_command", "train_command"],
     ["console", "sft", "start", "trainer"],
+    ["resumable"],
     ["hub_trainer", "trainer_parts"],
     ["export"],
     ["evals", "runs"],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,13 @@ from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.model import with_reward_models
 from grupo.rewards.runner import RewardFunctions, RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
+from grupo.runs.same_run import FREE
 from grupo.step_plan import StepPlan
 
 logger = logging.getLogger("grupo")
 
-SIGNAL_FIELDS = (
-    *("dynamic_sampling", "dynamic_sampling_max_rounds", "num_generations_trained", "curriculum_column"),
-    *("curriculum_threshold", "curriculum_window", "curriculum_success_reward"),
-)
-"""Settings that decide which prompts are drawn and which of their completions are trained on."""
+STEADY_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
+"""Learning rates that do not depend on how many steps the run will have."""
 
 
 class LastStepIsLogged(TrainerCallback):
@@ -63,6 +63,7 @@ def one_item_per_step(config: GRPOConfig, asked: Asked) -> GRPOConfig:
     assert isinstance(args, _StepArguments)
     args.users_gradient_accumulation_steps = config.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
+    args.enable_jit_checkpoint = False  # every SIGTERM saves a checkpoint
     if asked.checkpointing is not None:
         _set_checkpointing(args, asked)
     return args
@@ -282,6 +283,31 @@ def entropy_controller(config: GRPOConfig) -> EntropyController | None:
         minimum=config.entropy_coef_min,
         maximum=config.entropy_coef_max,
     )
+
+
+def compared_settings(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
+    """Name -> plain value of the settings that a resumed run shares with the one that was interrupted."""
+    fields = (field.name for field in dataclasses.fields(config) if field.name not in FREE)
+    settings = {
+        **{name: _plain(getattr(config, name)) for name in fields},
+        "temperature": config.training_temperature,
+        "data_seed": config.resolved_data_seed,
+        "reward_weights": config.reward_weights,
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "steps_per_generation": plan.steps_per_generation,
+    }
+    is_steady = settings["lr_scheduler_type"] in STEADY_SCHEDULES and not 0 < config.warmup_steps < 1
+    return settings if is_steady else {**settings, "steps": plan.total_steps(config.num_train_epochs, config.max_steps)}
+
+
+def _plain(value: Any) -> Any:
+    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def check_best_metric(config: GRPOConfig, eval_dataset: Any) -> None:

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards import RewardRunner, check_rewards, math_accuracy, reward_from
 from grupo.rewards.agreement import Difference, disagreement
-from grupo.rewards.answers import Extraction
 from grupo.rewards.symbolic import MathVerify
 from grupo.rewards.values import NumericCheck, same_values
 from grupo.rewards.verifiers import Decision, GoldVerifier, Verdict

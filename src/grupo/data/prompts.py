@@ -402,8 +402,8 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on where `state_dict` was made; None: the checkpoint has no state of ours."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was made."""
 
     def _order(self, epoch: int) -> list[int]:
         if self._order_of[0] != epoch:

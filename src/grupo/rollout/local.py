@@ -82,7 +82,8 @@ class LocalEngine:
         self.max_rows = max_rows or MAX_ROWS.get(self.device.type, 256)
         self._calls = Calls(model)
         self._takes_row_cache: bool | None = None
-        self._copies: bool | None = None
+        self.copies: bool | None = None
+        """Whether a copy decodes; None: decided at the first rollout, by the free memory."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         finished: dict[tuple[int, int], Completion] = {}
@@ -102,11 +103,11 @@ class LocalEngine:
         ]
 
     def _decoding_model(self) -> nn.Module:
-        if self._copies is None:
+        if self.copies is None:
             # Once: with folded adapters numbers are rounded differently, and a run is to stay the same all along.
             free, needed = free_bytes(self.device), dense_bytes(self.model)
-            self._copies = free is None or free > COPY_HEADROOM * needed
-        copied = decoding_copy(self.model) if self._copies else None
+            self.copies = free is None or free > COPY_HEADROOM * needed
+        copied = decoding_copy(self.model) if self.copies else None
         return self.model if copied is None else copied
 
     def _decoder(self, model: nn.Module, requests: Sequence[GenerationRequest]) -> Decoder:
