@@ -32,6 +32,8 @@ _NUMBER_LIKE = re.compile(
     r"|(?:[0-9]|(?<![.\w])\.(?=[0-9]))[0-9.,]*(?:[eE][+-]?[0-9]{1,3}(?![\w.]))?)"
 )
 _THOUSANDS_MARK = re.compile(r"\{,\}|,\\!|(?<=[0-9])(?:\\,|[_'\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+_IN_THOUSANDS_MARK = ("{,}", ",\\!", "\\,", "_", "'", "\u2019", "\u00a0", "\u2009", "\u202f")
+"""One of them is in every match of that pattern, which is slow over a long text."""
 _GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _PLAIN = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 _RATIO = re.compile(r"(?:(?P<whole>[0-9]+) )?(?P<top>[0-9]+) ?/ ?(?P<bottom>[0-9]+)")
@@ -350,7 +352,8 @@ def plain_scalar(value: Any) -> Any:
 
 def _with_commas(text: str) -> str:
     """`text` in plain characters, with a comma for every other thousands separator."""
-    return _THOUSANDS_MARK.sub(",", plain_characters(text))
+    text = plain_characters(text)
+    return _THOUSANDS_MARK.sub(",", text) if any(mark in text for mark in _IN_THOUSANDS_MARK) else text
 
 
 def _number(body: str) -> Fraction | None:

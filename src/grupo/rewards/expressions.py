@@ -122,6 +122,7 @@ def is_prose(text: str) -> bool:
 # Characters ----------------------------------------------------------------------------------------------------------
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0e-\x1f\xad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+_INVISIBLE_ASCII = bytes(code for code in range(128) if _INVISIBLE.match(chr(code)))
 _OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 _WIDE = {0xFF01 + place: 0x21 + place for place in range(94)} | {0x066B: ".", 0x066C: ","}
 """Full-width forms of ASCII, and the separators of Arabic numbers."""
@@ -132,10 +133,10 @@ def plain_characters(text: str) -> str:
 
     Otherwise `4\u200b2` would end in 2, and a full-width or Arabic 42 be passed over for an earlier number.
     """
-    text = _INVISIBLE.sub("", text)
-    if text.isascii():
-        return text
-    return _OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_WIDE))
+    if text.isascii():  # without a pattern: twenty times as fast
+        return text.encode("ascii").translate(None, _INVISIBLE_ASCII).decode("ascii")
+    text = _INVISIBLE.sub("", text).translate(_WIDE)
+    return _OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text)
 
 
 # Decoration ----------------------------------------------------------------------------------------------------------
