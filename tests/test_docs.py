@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from grupo.cli import _parser
 from grupo.config import GRPOConfig
 from grupo.data.tasks import TASKS
+from grupo.errors import ExportError
 from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, load_recipe
 from grupo.rewards import FAULTS, RewardRunner, make_reward
 from grupo.train_command import recipe_rewards
@@ -181,3 +182,18 @@ def test_the_examples_about_code_rewards_run():
     assert names["scores"] == [1.0, 0.5] and names["penalties"] == [0.0, -1.0]
     for spec in yaml.safe_load(recipe)["rewards"]:
         assert make_reward(spec["name"], **spec["arguments"]).value_range
+
+
+def test_the_examples_about_export_run(tmp_path, monkeypatch):
+    from export.adapters import base_folder
+
+    (tmp_path / "runs").mkdir()
+    base_folder(tmp_path / "runs" / "times-tables")
+    monkeypatch.chdir(tmp_path)
+    exported, uploaded = blocks(ROOT / "docs" / "export.md", "python")
+    names: dict[str, object] = {}
+    exec(exported, names)
+    assert (tmp_path / "tables.gguf").is_file() and names["report"].dtype == "bfloat16"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ExportError, match="grupo export tables --to hub --repo me/tables"):
+        exec(uploaded.replace("private=True", "private=True, wait=0.01"), names)
