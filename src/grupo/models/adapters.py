@@ -239,8 +239,8 @@ def warn_of_vocabulary(model: Any, tokenizer: Any) -> None:
     if saved is not None and rows not in (saved, max(saved, len(tokenizer))):
         logger.warning(
             "The model has embeddings for %d tokens, its base model on disk for %d, and the tokenizer %d tokens: the "
-            "saved adapter will load only on a base model with resize_token_embeddings(%d). Resize embeddings only where "
-            "the tokenizer has more tokens than they have rows, and then to len(tokenizer), without a multiple.",
+            "saved adapter will load only on a base model with resize_token_embeddings(%d). Resize embeddings only "
+            "where the tokenizer has more tokens than they have rows, and then to len(tokenizer), without a multiple.",
             rows,
             saved,
             len(tokenizer),
