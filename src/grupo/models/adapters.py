@@ -231,16 +231,16 @@ def has_new_tokens(model: Any) -> bool:
 def warn_of_vocabulary(model: Any, tokenizer: Any) -> None:
     """An adapter whose embeddings fit neither the base model nor the tokenizer loads nowhere without help.
 
-    peft gives a base model as many embeddings as the tokenizer beside the adapter has tokens.
+    peft gives a base model as many embeddings as the tokenizer beside the adapter has tokens, where it has fewer.
     """
     if not isinstance(model, PeftModel):
         return
     rows, saved = _embedding_rows(model), _base_vocabulary(model)
-    if saved is not None and rows not in (saved, len(tokenizer)):
+    if saved is not None and rows not in (saved, max(saved, len(tokenizer))):
         logger.warning(
             "The model has embeddings for %d tokens, its base model on disk for %d, and the tokenizer %d tokens: the "
-            "saved adapter will load only on a base model with resize_token_embeddings(%d). After adding tokens call "
-            "model.resize_token_embeddings(len(tokenizer)), without a multiple.",
+            "saved adapter will load only on a base model with resize_token_embeddings(%d). Resize embeddings only "
+            "where the tokenizer has more tokens than they have rows, and then to len(tokenizer), without a multiple.",
             rows,
             saved,
             len(tokenizer),
