@@ -247,8 +247,9 @@ def _plain_float32(model: Any) -> Any:
             plain.bias = module.bias
             model.set_submodule(name, plain)
     if quantizer is not None:
-        method = str(getattr(quantizer.quantization_config, "quant_method", "")).rpartition(".")[2].lower()
-        if method not in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"):
+        method = getattr(quantizer.quantization_config, "quant_method", "")
+        method = getattr(method, "value", method)
+        if method != "bitsandbytes":
             raise UnsupportedError(
                 f"The base model is quantised by {method}; this version of grupo dequantises bitsandbytes alone. Train "
                 "and merge on the model before its quantisation, or export with --to adapter."
