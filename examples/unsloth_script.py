@@ -5,7 +5,7 @@
 Each changed line has the original above it. Everything else is as it was published: what becomes of each argument
 is in docs/unsloth.md.
 """
-# ruff: noqa: E501, I001
+# ruff: noqa: E501, I001, B905
 
 # was: from unsloth import FastLanguageModel
 from grupo import FastLanguageModel

@@ -238,3 +238,18 @@ def test_the_examples_about_the_supervised_phase_run(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "model"), names)
     assert (tmp_path / "shown" / "adapter_model.safetensors").is_file()
+
+
+def test_the_example_for_scripts_of_unsloth_runs(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    (code,) = blocks(ROOT / "docs" / "unsloth.md", "python")
+    model_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert model_id in code and "max_steps=20" in code
+    tiny_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(code.replace(model_id, str(tmp_path / "model")).replace("max_steps=20", "max_steps=2"), names)
+    assert names["trainer"].state.global_step == 2 and names["output"].outputs[0].token_ids
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "merged" / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""Models in 4 and 8 bits: what samples is the policy that is scored, and gradients are those of the dequantised model."""
+"""Models in 4 and 8 bits: the sampler is the policy that is scored, with the gradients of the dequantised model."""
 
 from __future__ import annotations
 

@@ -125,6 +125,10 @@ def set_chat_template(tokenizer: Any, template: str) -> Any:
     return tokenizer
 
 
+get_chat_template = set_chat_template
+"""The name that scripts written for Unsloth use."""
+
+
 def _missing_tokens(tokenizer: Any, template: ChatTemplate) -> list[str]:
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in template.needed_tokens if token not in vocabulary]

@@ -45,6 +45,10 @@ class SamplingParams:
     """Without effect: there is always a text."""
 
 
+vLLMSamplingParams = SamplingParams
+"""The name that scripts written for Unsloth use."""
+
+
 @dataclass(frozen=True)
 class RequestedSampling:
     """What somebody set, and nothing that they left at its default."""

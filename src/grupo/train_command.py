@@ -36,7 +36,7 @@ from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
 from grupo.runs.folder import fresh_folder, group_record, named
 from grupo.sampling import SamplingSpec
 from grupo.sft_command import Phase, prime, primed_folder
-from grupo.start import fresh_adapter, start_model, with_start
+from grupo.start import fresh_adapter, quantization, start_model, training_fields, with_start
 from grupo.trainer import GRPOTrainer
 
 logger = logging.getLogger("grupo")
@@ -83,7 +83,7 @@ def train(
     clock = Clock()
     recipe = with_start(with_run_folder(recipe, resume=resume))
     rewards, weights = recipe_rewards(recipe)
-    config = GRPOConfig(**_with_weights(recipe.training, weights))
+    config = GRPOConfig(**_with_weights(training_fields(recipe), weights))
     if config.world_size > 1:
         console = _one_voice(config, console)
         recipe = _one_folder(recipe, config)
@@ -235,6 +235,7 @@ def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[A
         reward_funcs=list(rewards),
         args=config,
         train_dataset=rows,
+        quantization_config=quantization(recipe),
         peft_config=None if primed else fresh_adapter(recipe),
     )
     # Our own progress display shows what matters; the dictionaries are in metrics.jsonl.

@@ -2,4 +2,7 @@
 
 from grupo.fast.model import FastLanguageModel, PatchFastRL, is_bfloat16_supported
 
-__all__ = ["FastLanguageModel", "PatchFastRL", "is_bfloat16_supported"]
+FastModel = FastLanguageModel
+"""Scripts use either name."""
+
+__all__ = ["FastLanguageModel", "FastModel", "PatchFastRL", "is_bfloat16_supported"]

@@ -18,7 +18,15 @@ from grupo.errors import ConfigError, UnsupportedError
 from grupo.fast import arguments, generation, saving
 from grupo.models.adapters import find_adapter, load_with_adapter
 from grupo.models.asked import Asked, ask, asked_of
-from grupo.models.load import add_adapter, base_model, context_length, load_policy, load_tokenizer
+from grupo.models.load import (
+    add_adapter,
+    base_model,
+    context_length,
+    device_dtype,
+    load_policy,
+    load_tokenizer,
+    supports_bfloat16,
+)
 from grupo.models.quantized import quantization_config, spare_evaluation_mode
 
 logger = logging.getLogger("grupo")
@@ -230,9 +238,7 @@ def PatchFastRL(algorithm: str | None = None, FastLanguageModel: Any = None) -> 
 
 def is_bfloat16_supported() -> bool:
     """Whether bfloat16 can be computed with; on the CPU it can, and GRPOConfig(bf16=True) says what it does there."""
-    if not torch.cuda.is_available():
-        return True
-    return bool(torch.cuda.is_bf16_supported())
+    return supports_bfloat16()
 
 
 def _with_methods(model: Any) -> Any:
@@ -255,9 +261,7 @@ def _dtype(wanted: torch.dtype | str | None, *, full_finetuning: bool) -> torch.
     if isinstance(wanted, str):
         wanted = getattr(torch, wanted.removeprefix("torch."), wanted)
     if wanted is None:
-        if full_finetuning or not torch.accelerator.is_available():
-            return torch.float32
-        return torch.bfloat16 if is_bfloat16_supported() else torch.float16
+        return torch.float32 if full_finetuning else device_dtype()
     if wanted not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"dtype={wanted!r}: use torch.float32, torch.bfloat16, torch.float16, or None.")
     return wanted  # type: ignore[return-value]

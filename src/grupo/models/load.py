@@ -105,6 +105,17 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def device_dtype() -> torch.dtype:
+    """What to compute in where nobody has said it: on an accelerator bfloat16 or else float16, on the CPU float32."""
+    if not torch.accelerator.is_available():
+        return torch.float32
+    return torch.bfloat16 if supports_bfloat16() else torch.float16
+
+
+def supports_bfloat16() -> bool:
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+
+
 def _dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
