@@ -502,7 +502,7 @@ def test_sigterm_ends_with_143_and_the_run_goes_on(model: Path, tmp_path: Path) 
     rewards.write_text(
         "import os, signal\n"
         "def length(completion_ids, trainer_state, **_):\n"
-        "    if trainer_state.global_step == 2 and os.path.exists('term'):\n"
+        "    if trainer_state and trainer_state.global_step == 2 and os.path.exists('term'):\n"
         "        os.remove('term')\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return [-float(len(ids)) for ids in completion_ids]\n"
