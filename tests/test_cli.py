@@ -108,6 +108,14 @@ print(codes, sorted(heavy), file=sys.stderr)
     assert "usage: grupo" in result.stdout
 
 
+def test_the_package_is_the_command_too() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    result = subprocess.run(
+        [sys.executable, "-m", "grupo", "--version"], capture_output=True, env=environment, timeout=60
+    )
+    assert result.stdout.decode() == f"grupo {grupo.__version__}\n"
+
+
 def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"]) == 0
     tasks = capsys.readouterr().out.splitlines()
