@@ -25,7 +25,8 @@ from grupo.runs.checkpoint import (
     read_marker,
     write_checkpoint,
 )
-from grupo.runs.folder import RunFolder
+from grupo.runs.completion_table import CompletionTable
+from grupo.runs.folder import RunFolder, manifest, model_hash
 from grupo.runs.same_run import check_same_run
 from grupo.runs.signals import StopSignals
 from grupo.runs.state import load_state, save_state
@@ -40,6 +41,7 @@ class ResumableTrainer(HubTrainer):
     """
 
     run_folder: RunFolder
+    completion_table: CompletionTable
 
     def __init__(self, *, callbacks: Sequence[TrainerCallback] = (), **keywords: Any) -> None:
         self.stop_signals = StopSignals()
@@ -47,9 +49,14 @@ class ResumableTrainer(HubTrainer):
         self._resumed_state: dict[str, Any] | None = None
         self._last_checkpoint: Path | None = None
         self._checked: str | None = None
+        self._hash_of_start: str | None = None
         super().__init__(callbacks=[*callbacks, self._end_of_step], **keywords)
 
     # ---- what a subclass says --------------------------------------------------------------------------------------
+
+    def about_run(self) -> dict[str, Any]:
+        """What the manifest says about the run."""
+        raise NotImplementedError
 
     def run_settings(self) -> dict[str, Any]:
         """Name -> plain value of all that must be the same for a resumed run to be the one that was interrupted."""
@@ -62,7 +69,7 @@ class ResumableTrainer(HubTrainer):
         """The state of this process, in plain values, tensors and `window`."""
         raise NotImplementedError
 
-    def load_run_state(self, state: dict[str, Any], checkpoint: Path) -> None:
+    def load_run_state(self, state: dict[str, Any]) -> None:
         """Takes up what `run_state` gave."""
         raise NotImplementedError
 
@@ -114,6 +121,31 @@ class ResumableTrainer(HubTrainer):
 
     def _all_gather(self, item: Any) -> list[Any]:
         return list(gather_object([item])) if self.args.world_size > 1 else [item]
+
+    def open_run_folder(self, checkpoint: str | None = None) -> None:
+        """Moves an earlier run aside and writes the manifest. `train` calls it, unless it was called before.
+
+        Args:
+            checkpoint: that the run goes on from.
+        """
+        if self.run_folder.is_open:
+            return
+        resumed = checkpoint is not None and self._is_own(Path(checkpoint))
+        self.run_folder.open(resumed=resumed)
+        if resumed:
+            return
+        if checkpoint is None:
+            self._hash_of_start = None  # a second run of this trainer begins with other weights
+        about = {**self.about_run(), "model_hash": self.hash_of_start()}
+        self.run_folder.write_json(
+            "manifest.json", manifest(**about, **({} if checkpoint is None else {"resumed_from": checkpoint}))
+        )
+
+    def hash_of_start(self) -> str:
+        """Of the model that the run began with; see `model_hash`."""
+        if self._hash_of_start is None:
+            self._hash_of_start = model_hash(self.model)
+        return self._hash_of_start
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
@@ -177,6 +209,7 @@ class ResumableTrainer(HubTrainer):
                 losses=(float(self._tr_loss), self._total_loss_scalar),
                 **self.run_state(),
             )
+            self.completion_table.save(folder)
         if self.args.should_save:
             states: Any = self.state.stateful_callbacks
             for callback in [*self.callback_handler.callbacks, self.control]:
@@ -269,7 +302,8 @@ class ResumableTrainer(HubTrainer):
         state = load_state(Path(checkpoint), rank=self.args.process_index)
         if self._is_own(Path(checkpoint)):
             self.run_folder.cut_back(self.state.global_step, state["positions"], logged_step=state["logged_step"])
-        self.load_run_state(state, Path(checkpoint))
+        self.completion_table.load(Path(checkpoint))
+        self.load_run_state(state)
         self._last_checkpoint = Path(checkpoint)
         self._resumed_state = state
 

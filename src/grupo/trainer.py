@@ -62,7 +62,7 @@ from grupo.rollout.deal import deal, even_share
 from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
 from grupo.runs.completion_table import CompletionTable
-from grupo.runs.folder import RunFolder, manifest, model_hash
+from grupo.runs.folder import RunFolder
 from grupo.runs.guards import GradientGuard, SamplerCheck
 from grupo.runs.same_run import rows_hash
 from grupo.runs.state import Window
@@ -244,7 +244,6 @@ class GRPOTrainer(ResumableTrainer):
         """Of training, on this process, by phase."""
         self._metrics = MetricSums()
         self._window: Window | None = None
-        self._hash_of_start: str | None = None
         self._start_guards()
         self._step_tokens = 0
         # What a person has been told already; set by who tells it elsewhere.
@@ -519,42 +518,6 @@ class GRPOTrainer(ResumableTrainer):
         finally:
             self.run_folder.is_open = False
 
-    def open_run_folder(self, checkpoint: str | None = None) -> None:
-        """Moves an earlier run aside and writes the manifest. `train` calls it, unless it was called before.
-
-        Args:
-            checkpoint: that the run goes on from.
-        """
-        if self.run_folder.is_open:
-            return
-        resumed = checkpoint is not None and self._is_own(Path(checkpoint))
-        self.run_folder.open(resumed=resumed)
-        if resumed:
-            return
-        self._hash_of_start = model_hash(self.model) if checkpoint is None else self.hash_of_start()
-        self.run_folder.write_json(
-            "manifest.json",
-            manifest(
-                seed=self.config.seed,
-                model_name=name_of(self.model),
-                model_hash=self._hash_of_start,
-                plan=self.plan.describe(),
-                trainable_parameters=self.trainable_parameters,
-                parameters=self.total_parameters,
-                quantization=quantization(self.model),
-                micro_batch_tokens=self.policy_update.token_budget,
-                start=self.model_argument,
-                reference_policy=None if self.reference is None else self.reference.says,
-                **({} if checkpoint is None else {"resumed_from": checkpoint}),
-            ),
-        )
-
-    def hash_of_start(self) -> str:
-        """Of the model that the run began with; see `model_hash`."""
-        if self._hash_of_start is None:
-            self._hash_of_start = model_hash(self.model)
-        return self._hash_of_start
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log to a training log, and writes every log to `metrics.jsonl`."""
         if "loss" in logs:
@@ -631,6 +594,19 @@ class GRPOTrainer(ResumableTrainer):
             "rewards": self.rewards.identities,
         }
 
+    def about_run(self) -> dict[str, Any]:
+        return {
+            "seed": self.config.seed,
+            "model_name": name_of(self.model),
+            "plan": self.plan.describe(),
+            "trainable_parameters": self.trainable_parameters,
+            "parameters": self.total_parameters,
+            "quantization": quantization(self.model),
+            "micro_batch_tokens": self.policy_update.token_budget,
+            "start": self.model_argument,
+            "reference_policy": None if self.reference is None else self.reference.says,
+        }
+
     @functools.cached_property
     def _hash_of_rows(self) -> str:
         return rows_hash(self.train_rows)
@@ -656,7 +632,7 @@ class GRPOTrainer(ResumableTrainer):
             "engine_copies": self.engine.copies if isinstance(self.engine, LocalEngine) else None,
         }
 
-    def load_run_state(self, state: dict[str, Any], checkpoint: Path) -> None:
+    def load_run_state(self, state: dict[str, Any]) -> None:
         self._window = state["window"]
         self.prompt_stream.load_state_dict(state["prompt_stream"])
         if self.entropy_controller is not None:
@@ -671,12 +647,6 @@ class GRPOTrainer(ResumableTrainer):
             self.policy_update.token_budget = state["micro_batch_tokens"]
         if isinstance(self.engine, LocalEngine):
             self.engine.copies = state["engine_copies"]
-        self.completion_table.load(checkpoint)
-
-    def _write_checkpoint(self, folder: Path) -> None:
-        super()._write_checkpoint(folder)
-        if not self.args.save_only_model:
-            self.completion_table.save(folder)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 

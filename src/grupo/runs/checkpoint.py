@@ -58,7 +58,7 @@ def write_checkpoint(
         finish if seals else None,
     ]
     for part in parts:
-        reasons = [reason for reason in all_gather(_why_not(part)) if reason is not None]
+        reasons: list[str] = [reason for reason in all_gather(_why_not(part)) if reason is not None]
         if reasons:
             if seals:
                 shutil.rmtree(partial, ignore_errors=True)
