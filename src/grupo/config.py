@@ -310,12 +310,12 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._normalise()
         rules.check_choices(self)
+        rules.check_reward_weights(self.reward_weights)  # arrays are refused before anything is compared with them
         rules.check_treatments(self)
         rules.check_launcher()
         plain_types = rules.plain_types(type(self))
         rules.check_types(self, plain_types)
         rules.check_ranges(self, plain_types)
-        rules.check_reward_weights(self.reward_weights)
         rules.check_effects(self)
         rules.check_pairs(self)
         self._resolve_checkpointing()

@@ -63,7 +63,7 @@ from grupo.runs.checkpoint import (
 )
 from grupo.runs.completion_table import CompletionTable
 from grupo.runs.folder import RunFolder, manifest
-from grupo.runs.guards import GradientGuard, SamplerCheck
+from grupo.runs.guards import GradientGuard, SamplerCheck, SignalCheck
 from grupo.scoring.scorer import Scorer, dropout_off
 from grupo.scoring.update import PolicyUpdate, UpdateResult
 from grupo.step_plan import StepPlan
@@ -540,6 +540,8 @@ class GRPOTrainer(Trainer):
     def _record_rollout(self, result: RolloutResult) -> None:
         self.state.num_input_tokens_seen += result.tokens
         self._metrics.merge(result.metrics)
+        if self.is_world_process_zero():
+            self.signal_check.check(result.metrics)
         for name, value in self.prompt_stream.report(result.outcomes).items():
             self._metrics.add(name, value)
         self._spend("generating", result.seconds_generating)
@@ -673,6 +675,7 @@ class GRPOTrainer(Trainer):
         self.sampler_check = SamplerCheck(
             warn_above=self.config.logprob_gap_warn, stop_above=self.config.logprob_gap_stop
         )
+        self.signal_check = SignalCheck(max_completion_length=self.config.sampling_spec().max_new_tokens)
 
     def _prepare_checkpointing(self) -> None:
         """Re-entrant checkpointing sees no input that needs a gradient when only adapters are trained."""
