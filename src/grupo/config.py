@@ -310,12 +310,12 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._normalise()
         rules.check_choices(self)
-        rules.check_reward_weights(self.reward_weights)  # arrays are refused before anything is compared with them
         rules.check_treatments(self)
         rules.check_launcher()
         plain_types = rules.plain_types(type(self))
         rules.check_types(self, plain_types)
         rules.check_ranges(self, plain_types)
+        rules.check_reward_weights(self.reward_weights)
         rules.check_effects(self)
         rules.check_pairs(self)
         self._resolve_checkpointing()
@@ -379,6 +379,8 @@ class GRPOConfig(TrainingArguments):
             self._explicit_fields = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        if hasattr(self.reward_weights, "tolist"):  # an array or a tensor
+            self.reward_weights = self.reward_weights.tolist()
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from grupo.algo.entropy import EntropyController
@@ -70,6 +71,8 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
             "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
             "given. Pass the model's name, or load it with these arguments yourself."
         )
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is {type(model).__name__}; give a causal language model, or the name or path of one.")
     check_causal(model)
     return model if peft_config is None else add_adapter(model, peft_config)
 

@@ -216,7 +216,7 @@ class LocalEngine:
     def _completion(self, row: _Row, stopped: bool) -> Completion:
         return Completion(
             token_ids=tuple(row.token_ids),
-            text=self.decode(row.token_ids),
+            text=self.decode(row.token_ids[:-1] if stopped else row.token_ids),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             behavior_logprobs=tuple(row.behavior_logprobs),
             sampled_logprobs=tuple(row.sampled_logprobs),
