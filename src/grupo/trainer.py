@@ -87,6 +87,7 @@ from grupo.trainer_parts import (
     refuse_unsupported,
     reward_runner,
     tokenizer_of,
+    warn_of_rounding,
 )
 
 logger = logging.getLogger("grupo")
@@ -198,6 +199,7 @@ class GRPOTrainer(Trainer):
             optimizers=optimizers,
         )
         check_optimizer(optimizers[0], self.model, args)
+        warn_of_rounding(self.model, args.learning_rate)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from grupo.rewards.model import with_reward_models
 from grupo.rewards.runner import RewardFunctions, RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
 from grupo.step_plan import StepPlan
+
+logger = logging.getLogger("grupo")
 
 SIGNAL_FIELDS = (
     *("dynamic_sampling", "dynamic_sampling_max_rounds", "num_generations_trained", "curriculum_column"),
@@ -108,6 +111,21 @@ def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
             f"The optimizer in `optimizers` lacks {missing} of the model's {len(trainable)} trainable parameters, "
             "which would never move. Make it from the model that is trained, after its adapter was added; freeze what "
             "is not to be trained with requires_grad_(False)."
+        )
+
+
+def warn_of_rounding(model: Any, learning_rate: float) -> None:
+    """A step of AdamW is about `learning_rate` in size, and less than half of a weight's last place is rounded away."""
+    low = [p.detach() for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    total = sum(parameter.numel() for parameter in low)
+    lost = sum(int((p.abs() * (torch.finfo(p.dtype).eps / 4) > learning_rate).sum()) for p in low)
+    if 2 * lost > total:
+        logger.warning(
+            "%.0f%% of the trained weights are kept in %s, in which a step of learning_rate=%g is rounded away: they will "
+            "not move. Load the model in float32 (bf16=True computes in bfloat16 all the same), or train an adapter.",
+            100 * lost / total,
+            str(low[0].dtype).removeprefix("torch."),
+            learning_rate,
         )
 
 
