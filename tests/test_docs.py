@@ -134,10 +134,11 @@ def test_the_examples_about_signal_run(tmp_path, monkeypatch):
 
 def test_the_examples_about_judges_and_reward_models_run(tmp_path, monkeypatch, capsys):
     page = ROOT / "docs" / "judge.md"
-    asked, tried, trained, alone = blocks(page, "python")
+    asked, tried, trained, alone, beside = blocks(page, "python")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     names: dict[str, object] = {}
+    exec(beside, {})
     with judge_server(lambda body, number: grade(9 if "Friday" in str(body["messages"]) else 1)) as server:
         assert "http://localhost:8000/v1" in asked
         exec(asked.replace("http://localhost:8000/v1", server.base_url), names)

@@ -26,13 +26,16 @@ LAYERS = [
     ["rollout", "scoring"],
     ["data", "models"],
     ["algo", "rewards"],
-    ["recipe", "config", "config_fields", "config_rules", "optimizer_rules", "step_plan"],
+    ["recipe", "config", "config_fields", "config_rules", "config_values", "optimizer_rules", "step_plan"],
     ["metrics", "sampling", "hub"],
     ["records", "names", "errors"],
 ]
 LEVEL = {name: len(LAYERS) - level for level, names in enumerate(LAYERS) for name in names}
 
-SETTINGS = {"config", "config_fields", "config_rules", "optimizer_rules", "step_plan", "recipe", "sampling", "metrics"}
+SETTINGS = {
+    *("config", "config_fields", "config_rules", "config_values", "optimizer_rules", "step_plan"),
+    *("recipe", "sampling", "metrics"),
+}
 
 # Parts that do not know each other although they stand side by side, or one above the other.
 STRANGERS = [

@@ -37,6 +37,7 @@ COMPARED = (
     "every option",
     "every option with adapter",
     "all truncated on rank 1",
+    "rewards beside scoring",
     "real engine",
     "real engine with adapter",
     *(name for name in two_ranks_worker.SCENARIOS if name.startswith("group over two ranks")),
@@ -216,7 +217,10 @@ def test_an_error_of_one_rank_ends_both_with_its_message(folder: Path, name: str
             assert word in outcome["error"]
 
 
-@pytest.mark.parametrize(("name", "rank"), [("engine error on one rank", 1), ("engine error in a late round", 0)])
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("engine error on one rank", 1), ("engine error in a late round", 0), ("engine error before scoring", 1)],
+)
 def test_an_error_of_the_engine_on_one_rank_ends_the_other(folder: Path, name: str, rank: int) -> None:
     outcomes = both(folder, name)
     assert outcomes[rank]["error"] == "MemoryError: too many tokens"

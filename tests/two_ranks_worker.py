@@ -24,7 +24,7 @@ from grupo.errors import GrupoError
 from grupo.evals.pass_rates import measured_pass_rates
 from grupo.scoring.scorer import Scorer
 from tiny import tiny_model
-from tiny_trainer import EOS, PROMPTS, Spy, gradients, make_trainer, scripted_ids, weights
+from tiny_trainer import EOS, PROMPTS, Spy, gradients, make_trainer, reward, scripted_ids, weights
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -229,6 +229,22 @@ def failed_rewards_on_one_rank(folder: Path) -> dict[str, Any]:
     return train(folder, dataset=PROMPTS, reward_funcs=raises, max_failed_reward_share=0.2)
 
 
+async def waits(**columns: Any) -> list[float]:
+    return reward(**columns)
+
+
+def rewards_beside_scoring(folder: Path) -> dict[str, Any]:
+    """What is computed while rewards are awaited has collectives; rank 1 has no row for it."""
+
+    def script(prompt: Any, place: int) -> list[int]:
+        return [*scripted_ids(prompt, place)[:6], EOS] if prompt.row < 2 else [7 + place] * 9
+
+    return train(
+        folder, dataset=LIVE_AND_DEAD, batch=4, accumulation=4, mask_truncated_completions=True, script=script,
+        reward_funcs=waits, beta=0.1, **OFF_POLICY,
+    )  # fmt: skip
+
+
 def engine_error_on_one_rank(folder: Path) -> dict[str, Any]:
     """What is no error of grupo's own: it stays itself where it was raised, and the other rank hears of it."""
     return engine_error(folder, row=3, dataset=PROMPTS)
@@ -237,6 +253,10 @@ def engine_error_on_one_rank(folder: Path) -> dict[str, Any]:
 def engine_error_in_a_late_round(folder: Path) -> dict[str, Any]:
     """In the third round, in which rank 1 samples nothing: g replaces E on rank 0."""
     return engine_error(folder, row=6, dataset=WITH_DEAD, dynamic_sampling=True, max_steps=1)
+
+
+def engine_error_before_scoring(folder: Path) -> dict[str, Any]:
+    return engine_error(folder, row=3, dataset=PROMPTS, reward_funcs=waits, beta=0.1)
 
 
 def engine_error(folder: Path, *, row: int, **settings: Any) -> dict[str, Any]:
@@ -346,6 +366,7 @@ SCENARIOS: dict[str, Scenario] = {
     "real engine with adapter": lambda folder: real_engine(
         folder, model=adapted_model(), beta=0.1, learning_rate=0.005
     ),
+    "rewards beside scoring": rewards_beside_scoring,
     "resumed": resumed,
     "logs on one rank": logs_on_one_rank,
     "replaced groups": replaced_groups,
@@ -367,6 +388,7 @@ SCENARIOS: dict[str, Scenario] = {
     "failed rewards on one rank": failed_rewards_on_one_rank,
     "engine error on one rank": engine_error_on_one_rank,
     "engine error in a late round": engine_error_in_a_late_round,
+    "engine error before scoring": engine_error_before_scoring,
     "nan on one rank": nan_on_one_rank,
 }
 

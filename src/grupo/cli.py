@@ -125,7 +125,8 @@ def _rewards(options: argparse.Namespace) -> int:
 
     for name, factory in REWARDS.items():
         summary = (inspect.getdoc(factory) or "").partition("\n\n")[0].replace("\n", " ")
-        print(f"{name}{inspect.signature(factory)}\n    {summary}\n    range: {value_range(factory)}")
+        parameters = [one.replace(annotation=one.empty) for one in inspect.signature(factory).parameters.values()]
+        print(f"{name}{inspect.Signature(parameters)}\n    {summary}\n    range: {value_range(factory)}")
     return DONE
 
 

@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_bitsandbytes_available, is_torch_bf16_gpu_available
 
 from grupo import config_rules as rules
+from grupo import config_values
 from grupo.config_rules import logger
 from grupo.errors import ConfigError
 from grupo.optimizer_rules import check_optimizer_arguments, check_schedule
@@ -309,12 +310,12 @@ class GRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._normalise()
-        rules.check_choices(self)
+        config_values.check_choices(self)
         rules.check_treatments(self)
         rules.check_launcher()
-        plain_types = rules.plain_types(type(self))
-        rules.check_types(self, plain_types)
-        rules.check_ranges(self, plain_types)
+        plain_types = config_values.plain_types(type(self))
+        config_values.check_types(self, plain_types)
+        config_values.check_ranges(self, plain_types)
         rules.check_reward_weights(self.reward_weights)
         rules.check_effects(self)
         rules.check_pairs(self)

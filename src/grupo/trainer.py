@@ -8,6 +8,8 @@ window is used up, then leave the step's gradients. There is no loss, mask or re
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import logging
 import os
 import time
@@ -285,10 +287,20 @@ class GRPOTrainer(Trainer):
         )
         own_numbers = sorted({number for numbers in dealt for number in numbers})
         samples: dict[int, Sample] = {}
+        scored: dict[int, Sample] = {}
+        beside_rewards = self._scores_beside_rewards()
+
+        def score(unpaid: Mapping[int, Sample], first: int = 0) -> None:
+            """Fills `scored` with the window, of whose last rollout, from number `first` on, rewards may be unknown."""
+            window_samples = {**samples, **{number + first: sample for number, sample in unpaid.items()}}
+            ordered = [window_samples[number] for number in own_numbers]
+            scored.update(zip(own_numbers, self._scored(model, ordered), strict=True))
+
         for index in range(self.plan.rollouts_per_step):
             first = index * self.plan.completions_per_rollout
             numbers = [n - first for n in own_numbers if first <= n < first + self.plan.completions_per_rollout]
             chosen = prompts[index * self.plan.prompts_per_rollout : (index + 1) * self.plan.prompts_per_rollout]
+            is_last = index + 1 == self.plan.rollouts_per_step
             result = self.collector.collect(
                 chosen,
                 numbers,
@@ -298,19 +310,35 @@ class GRPOTrainer(Trainer):
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(self.state),
                 refill=refill(self.config, self.prompt_stream),
+                meanwhile=functools.partial(score, first=first) if is_last and beside_rewards else None,
             )
             self._record_rollout(result)
             samples.update({number + first: sample for number, sample in result.samples.items()})
+        if not beside_rewards:
+            score({})
+        by_number = {
+            number: dataclasses.replace(
+                samples[number],
+                old_logprobs=scored[number].old_logprobs,
+                reference_logprobs=scored[number].reference_logprobs,
+            )
+            for number in own_numbers
+        }
+        return [[by_number[number] for number in numbers] for numbers in dealt]
+
+    def _scored(self, model: nn.Module, samples: Sequence[Sample]) -> list[Sample]:
         started = time.perf_counter()
         scored = self.policy_update.score_window(
-            model,
-            [samples[number] for number in own_numbers],
-            with_old=self.plan.steps_per_rollout > 1,
-            reference=self.reference,
+            model, samples, with_old=self.plan.steps_per_rollout > 1, reference=self.reference
         )
         self._spend("scoring", time.perf_counter() - started)
-        by_number = dict(zip(own_numbers, scored, strict=True))
-        return [[by_number[number] for number in numbers] for numbers in dealt]
+        return scored
+
+    def _scores_beside_rewards(self) -> bool:
+        """Not where rewards decide what is scored at all."""
+        is_scored = self.plan.steps_per_rollout > 1 or self.reference is not None
+        is_chosen = self.config.dynamic_sampling or self.config.num_generations_trained is not None
+        return is_scored and not is_chosen and self.rewards.some_run_beside_scoring
 
     def _sync_reference(self) -> None:
         """TR-DPO: every `ref_model_sync_steps` optimizer steps the reference moves towards the policy."""

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards import RewardRunner, accuracy_reward, math_accuracy, number_match
-from grupo.rewards.math import MathAccuracy, NumberMatch
+from grupo.rewards import RewardRunner, accuracy_reward, math_accuracy, number_match, number_score
+from grupo.rewards.verifiers import GoldReward
 
 
 def score(completion: Any, gold: Any) -> float | None:
@@ -189,6 +189,16 @@ def test_number_match(completion: Any, gold: Any, reward: float) -> None:
     assert number_match()([completion], answer=[gold]) == [reward]
 
 
+@pytest.mark.parametrize("box", ["12*7", r"\frac{3}{4}", "84 apples", r"\frac{168}{2}", "5 million", "84", "7, 12", ""])
+def test_a_box_is_the_same_number_for_all_rewards_of_numbers(box: str) -> None:
+    """`math_accuracy` compares formulas, so 12*7 is 84 there."""
+    for gold in (84, "3/4", 5_000_000):
+        text = rf"\boxed{{{box}}}"
+        (matched,) = number_match(extraction={"sources": ["boxed"]})([text], answer=[gold])
+        assert number_score(1.0, 0.0)([text], answer=[gold]) == [matched]
+        assert math_accuracy(require_box=True)([text], answer=[gold])[0] >= matched
+
+
 def test_number_match_abstains_on_an_unusable_gold() -> None:
     with pytest.warns(UserWarning, match="number_match cannot read 1 of 2"):
         assert number_match()(["5", "5"], answer=["five", 5]) == [None, 1.0]
@@ -199,7 +209,7 @@ def test_the_gold_column_is_part_of_the_signature_and_pickles(factory: Any) -> N
     reward = factory(gold_column="target")
     assert list(inspect.signature(reward).parameters) == ["completions", "target", "columns"]
     copy = pickle.loads(pickle.dumps(reward))
-    assert isinstance(copy, (NumberMatch, MathAccuracy))
+    assert isinstance(copy, GoldReward)
     assert copy(["it is 5"], target=[5]) == [1.0]
     runner = RewardRunner(copy)
     assert runner.names == (factory.__name__,)
