@@ -63,7 +63,7 @@ from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
 from grupo.runs.completion_table import CompletionTable
 from grupo.runs.folder import RunFolder
-from grupo.runs.guards import GradientGuard, SamplerCheck
+from grupo.runs.guards import GradientGuard, SamplerCheck, SignalCheck
 from grupo.runs.same_run import rows_hash
 from grupo.runs.state import Window
 from grupo.scoring.scorer import Scorer, dropout_off
@@ -90,6 +90,7 @@ from grupo.trainer_parts import (
     refuse_unsupported,
     reward_runner,
     tokenizer_of,
+    warn_of_rounding,
 )
 
 logger = logging.getLogger("grupo")
@@ -208,6 +209,7 @@ class GRPOTrainer(ResumableTrainer):
             optimizers=optimizers,
         )
         check_optimizer(optimizers[0], self.model, args)
+        warn_of_rounding(self.model, args.learning_rate)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one "
@@ -536,6 +538,8 @@ class GRPOTrainer(ResumableTrainer):
     def _record_rollout(self, result: RolloutResult) -> None:
         self.state.num_input_tokens_seen += result.tokens
         self._metrics.merge(result.metrics)
+        if self.is_world_process_zero():
+            self.signal_check.check(result.metrics)
         for name, value in self.prompt_stream.report(result.outcomes).items():
             self._metrics.add(name, value)
         self._spend("generating", result.seconds_generating)
@@ -627,7 +631,7 @@ class GRPOTrainer(ResumableTrainer):
             "reference": self.reference.state_dict() if self.reference is not None and keeps_reference else None,
             "metrics": dataclasses.asdict(self._metrics),
             "seconds": dict(self.seconds),
-            "guards": (self.gradient_guard.in_a_row, self.sampler_check.in_a_row),
+            "guards": [guard.in_a_row for guard in self._guards()],
             "micro_batch_tokens": self.policy_update.token_budget,
             "engine_copies": self.engine.copies if isinstance(self.engine, LocalEngine) else None,
         }
@@ -641,7 +645,8 @@ class GRPOTrainer(ResumableTrainer):
             self.reference.load_state_dict(state["reference"])
         self._metrics = MetricSums(**state["metrics"])
         self.seconds = dict(state["seconds"])
-        self.gradient_guard.in_a_row, self.sampler_check.in_a_row = state["guards"]
+        for guard, in_a_row in zip(self._guards(), state["guards"], strict=True):
+            guard.in_a_row = in_a_row
         if self.config.micro_batch_tokens is None:
             # Free memory may be another now; the run goes on as it was.
             self.policy_update.token_budget = state["micro_batch_tokens"]
@@ -696,6 +701,10 @@ class GRPOTrainer(ResumableTrainer):
         self.sampler_check = SamplerCheck(
             warn_above=self.config.logprob_gap_warn, stop_above=self.config.logprob_gap_stop
         )
+        self.signal_check = SignalCheck(max_completion_length=self.config.sampling_spec().max_new_tokens)
+
+    def _guards(self) -> tuple[Any, ...]:
+        return self.gradient_guard, self.sampler_check, self.signal_check
 
     def _prepare_checkpointing(self) -> None:
         """Re-entrant checkpointing sees no input that needs a gradient when only adapters are trained."""

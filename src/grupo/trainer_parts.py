@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from grupo.algo.entropy import EntropyController
@@ -128,6 +129,8 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
             "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
             "given. Pass the model's name, or load it with these arguments yourself."
         )
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is {type(model).__name__}; give a causal language model, or the name or path of one.")
     check_causal(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config, revision=(mapping(config.model_init_kwargs) or {}).get("revision"))
@@ -178,6 +181,21 @@ def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
             f"The optimizer in `optimizers` lacks {missing} of the model's {len(trainable)} trainable parameters, "
             "which would never move. Make it from the model that is trained, after its adapter was added; freeze what "
             "is not to be trained with requires_grad_(False)."
+        )
+
+
+def warn_of_rounding(model: Any, learning_rate: float) -> None:
+    """A step of AdamW is about `learning_rate` in size, and less than half of a weight's last place is rounded away."""
+    low = [p.detach() for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    total = sum(parameter.numel() for parameter in low)
+    lost = sum(int((p.abs() * (torch.finfo(p.dtype).eps / 4) > learning_rate).sum()) for p in low)
+    if 2 * lost > total:
+        logger.warning(
+            "%.0f%% of the trained weights are kept in %s, in which a step of learning_rate=%g is rounded away: they "
+            "will not move. Load the model in float32 (bf16=True computes in bfloat16 all the same) or train an adapter.",
+            100 * lost / total,
+            str(low[0].dtype).removeprefix("torch."),
+            learning_rate,
         )
 
 
