@@ -16,7 +16,8 @@ DONE, FAILED, USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130 interrupted."""
+    """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130
+    interrupted by Ctrl-C, 143 ended by SIGTERM."""
     options = _parser().parse_args(arguments)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries below, about their own next versions
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -55,10 +56,19 @@ def _parser() -> argparse.ArgumentParser:
         help="change a value of the recipe, for example --set training.max_steps=6",
     )  # fmt: skip
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in training.output_dir")
+    train.add_argument("--accept-changes", default="", metavar="NAMES",
+                       help="with --resume: settings that may have changed, such as steps,rewards")  # fmt: skip
     train.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
     train.add_argument("--verbose", action="store_true", help="say more")
     train.set_defaults(command=_train)
 
+    sft = commands.add_parser("sft", help="only the supervised phase of a recipe: show it answers in the wanted form")
+    sft.add_argument("recipe", nargs="?", help="a YAML file or the name of a built-in recipe (default: quickstart)")
+    sft.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                     help="change a value of the recipe, for example --set sft.rows=50")  # fmt: skip
+    sft.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
+    sft.add_argument("--verbose", action="store_true", help="say more")
+    sft.set_defaults(command=_sft)
     export = commands.add_parser("export", help="write a run's model for other programs, or upload it")
     export.add_argument("run", help="folder of a run, of a checkpoint, of an adapter or of a model")
     export.add_argument(
@@ -120,7 +130,25 @@ def _train(options: argparse.Namespace) -> int:
 
     disable_progress_bar()  # of loading and saving; training has its own
 
-    return train(recipe, Console(), resume=options.resume, dry_run=options.dry_run)
+    accepted = [name.strip() for name in options.accept_changes.split(",") if name.strip()]
+    if accepted and not options.resume:
+        raise ConfigError("--accept-changes is about what differs from a checkpoint: it needs --resume.")
+    return train(recipe, Console(), resume=options.resume, accept_changes=accepted, dry_run=options.dry_run)
+
+
+def _sft(options: argparse.Namespace) -> int:
+    from grupo.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from grupo.sft_command import sft
+
+    disable_progress_bar()
+
+    return sft(recipe, Console(), dry_run=options.dry_run)
 
 
 def _export(options: argparse.Namespace) -> int:
