@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from grupo.errors import ConfigError
+from grupo.names import BASE_QUANTIZATION
 
 ADAPTER_CONFIG = "adapter_config.json"
-BASE_QUANTIZATION = "base_quantization.json"
-"""Beside an exported adapter that was trained on a quantised base: the configuration of the quantisation."""
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODEL_WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json"),

@@ -22,7 +22,7 @@ T = TypeVar("T")
 NOT_UPLOADED = (
     *("checkpoint-*", "earlier*", "cut/*", "completions*", "eval_*.json", "manifest.json"),
     *("training_args.bin", "runs/*", "_*", ".*", "trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt"),
-    *("rng_state*", "grupo_state*", "grupo.json"),
+    *("rng_state*", "grupo_state*", "grupo_checkpoint.json", "unfinished/*", "sft*"),
 )
 """Of a run or a checkpoint: what resumes it, its texts, and what names paths of this machine."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +20,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grupo.errors import ConfigError, GrupoError, UnsupportedError
 from grupo.hub import is_out_of_reach
-from grupo.models.load import PROMPT_LEARNING, base_model, load_policy, prepared_for_adapter
+from grupo.models.load import PROMPT_LEARNING, base_model, load_policy, prepared_for_adapter, quantization
+from grupo.names import BASE_QUANTIZATION
 
 logger = logging.getLogger("grupo")
 
@@ -206,11 +208,14 @@ def save_adapter(model: PeftModel, folder: str | Path) -> None:
     """Configuration and weights of the adapter, so that peft finds the base model from anywhere on this machine.
 
     A local base model is named by its absolute path, one of the Hub with the commit that was loaded. Embeddings are
-    saved too where tokens were added to those of the base model.
+    saved too where tokens were added to those of the base model. How the base model was quantised, which PEFT does not
+    keep, is written beside them.
     """
     for config in model.peft_config.values():
         _name_base(config, base_model(model))
     model.save_pretrained(str(folder), save_embedding_layers=True if has_new_tokens(model) else "auto")
+    if (quantised := quantization(model)) is not None:
+        (Path(folder) / BASE_QUANTIZATION).write_text(json.dumps(quantised, indent=2) + "\n", encoding="utf-8")
 
 
 def _name_base(config: PeftConfig, base: Any) -> None:
