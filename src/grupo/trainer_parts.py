@@ -122,7 +122,7 @@ def warn_of_rounding(model: Any, learning_rate: float) -> None:
     if 2 * lost > total:
         logger.warning(
             "%.0f%% of the trained weights are kept in %s, in which a step of learning_rate=%g is rounded away: they "
-            "will not move. Load the model in float32 (bf16=True computes in bfloat16 all the same), or train an adapter.",
+            "will not move. Load the model in float32 (bf16=True still computes in bfloat16), or train an adapter.",
             100 * lost / total,
             str(low[0].dtype).removeprefix("torch."),
             learning_rate,
