@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 import time
 import urllib.error
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from grupo.models.load import load_policy
 from tiny import tiny_model
 
 NAME = "nobody/has-made-this-1b"
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_asked() -> Iterator[None]:
+    hub._answered.cache_clear()
+    yield
+    hub._answered.cache_clear()
 
 
 @pytest.fixture

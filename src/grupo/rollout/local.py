@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from grupo.errors import TrainingError
 from grupo.models.decoding import decoding_copy
 from grupo.models.memory import free_bytes, give_back_memory
+from grupo.models.quantized import dense_bytes, spare_evaluation_mode
 from grupo.records import Completion, FinishReason
 from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
 from grupo.rollout.engine import GenerationRequest
@@ -87,7 +88,8 @@ class LocalEngine:
         self.max_rows = max_rows or MAX_ROWS.get(self.device.type, 256)
         self._calls = Calls(model)
         self._takes_row_cache: bool | None = None
-        self._copies: bool | None = None
+        self.copies: bool | None = None
+        """Whether a copy decodes; None: decided at the first rollout, by the free memory."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         finished: dict[tuple[int, int], Completion] = {}
@@ -107,11 +109,11 @@ class LocalEngine:
         ]
 
     def _decoding_model(self) -> nn.Module:
-        if self._copies is None:
+        if self.copies is None:
             # Once: with folded adapters numbers are rounded differently, and a run is to stay the same all along.
-            free, needed = free_bytes(self.device), sum(map(_bytes, self.model.parameters()))
-            self._copies = free is None or free > COPY_HEADROOM * needed
-        copied = decoding_copy(self.model) if self._copies else None
+            free, needed = free_bytes(self.device), dense_bytes(self.model)
+            self.copies = free is None or free > COPY_HEADROOM * needed
+        copied = decoding_copy(self.model) if self.copies else None
         return self.model if copied is None else copied
 
     def _decoder(self, model: nn.Module, requests: Sequence[GenerationRequest]) -> Decoder:
@@ -224,10 +226,6 @@ class LocalEngine:
         )
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _without_holes(going: Sequence[int]) -> list[int]:
     """The rows that go on, those at the end moved into the places that became free; the others stay where they are."""
     count = len(going)
@@ -248,10 +246,11 @@ def _uniforms(seed: int, sampling: SamplingSpec) -> list[float]:
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """`eval()` for the rollout: dropout off, and gradient checkpointing, which would drop the cache, off too."""
-    training = [module for module in model.modules() if module.training]
+    before = {module: module.training for module in model.modules()}
     model.eval()
+    spare_evaluation_mode(model)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in before.items():
+            module.training = training
