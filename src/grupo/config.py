@@ -394,8 +394,9 @@ class GRPOConfig(TrainingArguments):
             self._explicit_fields = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
-        if hasattr(self.reward_weights, "tolist"):  # an array or a tensor
-            self.reward_weights = self.reward_weights.tolist()
+        weights: Any = self.reward_weights
+        if hasattr(weights, "tolist"):  # an array or a tensor
+            self.reward_weights = weights.tolist()
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":

@@ -51,7 +51,7 @@ _UNIT_POWER = re.compile(
 )
 """Up to its last digit: a number with a unit to some power, `58 cm^2`, `58\\text{ cm}^2`, `58 m2`."""
 _FORMULA_GOES_ON = re.compile(
-    r"[,.]?\s?(?:\\?\^(?!\\circ|\{\\circ)|\\pi\b|π|√|\\sqrt|\\[dt]?frac|[²³⁴⁵⁶⁷⁸⁹½⅓⅔¼¾]"
+    r"[,.]?\s?(?:\\?\^(?!\\circ|\{\\circ)|\\pi\b|π|√|\\sqrt|\\[dt]?frac|[²³⁴⁵⁶⁷⁸⁹]"
     r"|and an? (?:half|third|quarter)\b)"
 )
 _BEFORE_SCALE = re.compile(r"(?:[$*~ \u00a0-]|\\[,;: ]|\\(?:text|textrm|mathrm|mbox)\s*\{)*")
