@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grupo.models.decoding import decoding_copy
+from grupo.models.decoding import decoding_copy, unfolded_layers
 from grupo.models.memory import free_bytes, give_back_memory
 from grupo.records import Completion, FinishReason
 from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.sampling import draw_tokens
 from grupo.sampling import SamplingSpec
+
+logger = logging.getLogger("grupo")
 
 MAX_ROWS = {"cpu": 64}
 """Rows that are decoded together, by kind of device; 256 on others."""
@@ -80,6 +83,10 @@ class LocalEngine:
         self.device = next(model.parameters()).device
         self.max_rows = max_rows or MAX_ROWS.get(self.device.type, 256)
         self._calls = Calls(model)
+        if unfolded := unfolded_layers(model):
+            logger.info(
+                "The adapters of %d layers decode unfolded, which takes longer: they are not plain LoRA.", unfolded
+            )
         self._takes_row_cache: bool | None = None
         self._copies: bool | None = None
 
