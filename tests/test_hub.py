@@ -106,7 +106,10 @@ def in_cache(cache: Path, name: str) -> Path:
     return snapshot
 
 
-def test_an_adapter_in_the_cache_finds_its_base_model_there(offline: list[str], tmp_path: Path) -> None:
+def test_an_adapter_in_the_cache_finds_its_base_model_there(
+    offline: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     tiny_model().save_pretrained(in_cache(tmp_path, NAME))
     base = load_policy(NAME, {"cache_dir": str(tmp_path)})
     adapter = get_peft_model(
