@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 from grupo.cli import _parser
 from grupo.config import GRPOConfig
 from grupo.data.tasks import TASKS, make_task
+from grupo.errors import ExportError
 from grupo.models.adapters import save_adapter
 from grupo.models.load import add_adapter
 from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec, load_recipe
@@ -188,6 +189,21 @@ def test_the_examples_about_code_rewards_run():
         assert make_reward(spec["name"], **spec["arguments"]).value_range
 
 
+def test_the_examples_about_export_run(tmp_path, monkeypatch):
+    from export.adapters import base_folder
+
+    (tmp_path / "runs").mkdir()
+    base_folder(tmp_path / "runs" / "times-tables")
+    monkeypatch.chdir(tmp_path)
+    exported, uploaded = blocks(ROOT / "docs" / "export.md", "python")
+    names: dict[str, object] = {}
+    exec(exported, names)
+    assert (tmp_path / "tables.gguf").is_file() and names["report"].dtype == "bfloat16"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ExportError, match="grupo export tables --to hub --repo me/tables"):
+        exec(uploaded.replace("private=True", "private=True, wait=0.01"), names)
+
+
 def test_the_examples_about_adapters_run(tmp_path, monkeypatch):
     page = ROOT / "docs" / "adapters.md"
     (recipe,), examples = blocks(page, "yaml"), blocks(page, "python")
@@ -222,3 +238,18 @@ def test_the_examples_about_the_supervised_phase_run(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "model"), names)
     assert (tmp_path / "shown" / "adapter_model.safetensors").is_file()
+
+
+def test_the_example_for_scripts_of_unsloth_runs(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    (code,) = blocks(ROOT / "docs" / "unsloth.md", "python")
+    model_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert model_id in code and "max_steps=20" in code
+    tiny_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(code.replace(model_id, str(tmp_path / "model")).replace("max_steps=20", "max_steps=2"), names)
+    assert names["trainer"].state.global_step == 2 and names["output"].outputs[0].token_ids
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "merged" / "model.safetensors").is_file()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -190,8 +191,53 @@ def resumed(folder: Path) -> dict[str, Any]:
             control.should_training_stop = state.global_step == 3
 
     real_engine(folder / "parts", callbacks=[Stop()], **settings)
+    return _compared(folder, settings)
+
+
+def _compared(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The resumed run beside the whole one: weights, and what this rank has written."""
     whole = real_engine(folder / "whole", **settings)
-    return {"whole": whole["weights"], "parts": real_engine(folder / "parts", resume=True, **settings)["weights"]}
+    parts = real_engine(folder / "parts", resume=True, **settings)
+    name = f"completions{f'.rank{RANK}' if RANK else ''}.jsonl"
+    records = [(folder / part / name).read_text() for part in ("parts", "whole")]
+    return {"whole": whole["weights"], "parts": parts["weights"], "same_records": records[0] == records[1]}
+
+
+def stopped_on_one_rank(folder: Path) -> dict[str, Any]:
+    """SIGTERM comes to rank 1 alone, inside a window; both save and leave, and go on later."""
+    settings = {"optim": "adamw_torch", "learning_rate": 1e-2}
+
+    class Sends(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and WORLD_SIZE - 1 == RANK:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    code = None
+    try:
+        real_engine(folder / "parts", callbacks=[Sends()], **settings)
+    except SystemExit as stop:
+        code = stop.code
+    return {"code": code, **_compared(folder, settings)}
+
+
+def full_disk_on_one_rank(folder: Path) -> dict[str, Any]:
+    """Rank 1 cannot write its part of the second checkpoint."""
+    trainer = make_trainer(
+        folder, per_device_train_batch_size=16 // WORLD_SIZE, ddp_timeout=60, max_steps=3,
+        save_strategy="steps", save_steps=1, save_total_limit=1,
+    )  # fmt: skip
+    write = trainer._write_checkpoint
+
+    def fails(target: Path) -> None:
+        if trainer.state.global_step == 2 and WORLD_SIZE - 1 == RANK:
+            raise OSError("no space on this machine")
+        write(target)
+        here.append(sorted(path.name for path in folder.glob("checkpoint-*")))
+
+    here: list[list[str]] = []
+    trainer._write_checkpoint = fails  # type: ignore[method-assign]
+    trainer.train()
+    return {"while writing": here, "at the end": sorted(path.name for path in folder.glob("checkpoint-*"))}
 
 
 def logs_on_one_rank(folder: Path) -> dict[str, Any]:
@@ -368,6 +414,8 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "rewards beside scoring": rewards_beside_scoring,
     "resumed": resumed,
+    "stopped on one rank": stopped_on_one_rank,
+    "full disk on one rank": full_disk_on_one_rank,
     "logs on one rank": logs_on_one_rank,
     "replaced groups": replaced_groups,
     "replaced groups, each over two ranks": lambda folder: replaced_groups(

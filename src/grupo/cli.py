@@ -16,7 +16,8 @@ DONE, FAILED, USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130 interrupted."""
+    """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130
+    interrupted by Ctrl-C, 143 ended by SIGTERM."""
     options = _parser().parse_args(arguments)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries below, about their own next versions
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -55,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         help="change a value of the recipe, for example --set training.max_steps=6",
     )  # fmt: skip
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in training.output_dir")
+    train.add_argument("--accept-changes", default="", metavar="NAMES",
+                       help="with --resume: settings that may have changed, such as steps,rewards")  # fmt: skip
     train.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
     train.add_argument("--verbose", action="store_true", help="say more")
     train.set_defaults(command=_train)
@@ -66,6 +69,27 @@ def _parser() -> argparse.ArgumentParser:
     sft.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
     sft.add_argument("--verbose", action="store_true", help="say more")
     sft.set_defaults(command=_sft)
+    export = commands.add_parser("export", help="write a run's model for other programs, or upload it")
+    export.add_argument("run", help="folder of a run, of a checkpoint, of an adapter or of a model")
+    export.add_argument(
+        "--to", required=True, choices=("adapter", "merged", "gguf", "hub"),
+        help="the adapter alone; adapter and base in one folder; a file for llama.cpp; an upload of the folder",
+    )  # fmt: skip
+    export.add_argument("--output", help="where to; nothing is overwritten (default: beside the run, as in RUN-merged)")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of merged weights (default: the base's)"
+    )
+    export.add_argument("--quantization", choices=("q8_0", "f16"), help="of a GGUF file (default: q8_0)")
+    export.add_argument("--base", help="name or path of the base model, where it is not where the adapter says")
+    export.add_argument(
+        "--base-weights", choices=("dequantised", "original"),
+        help="of a base that was quantised in training: as it was trained on (default), or as it was before",
+    )  # fmt: skip
+    export.add_argument("--repo", help="of --to hub: NAME or OWNER/NAME; made where there is none")
+    export.add_argument("--private", action="store_true", default=None, help="of a new repository")
+    export.add_argument("--revision", help="branch of the repository")
+    export.add_argument("--verbose", action="store_true", help="say more")
+    export.set_defaults(command=_export)
 
     for name, command, text in (
         ("tasks", _tasks, "list the built-in tasks"),
@@ -106,7 +130,10 @@ def _train(options: argparse.Namespace) -> int:
 
     disable_progress_bar()  # of loading and saving; training has its own
 
-    return train(recipe, Console(), resume=options.resume, dry_run=options.dry_run)
+    accepted = [name.strip() for name in options.accept_changes.split(",") if name.strip()]
+    if accepted and not options.resume:
+        raise ConfigError("--accept-changes is about what differs from a checkpoint: it needs --resume.")
+    return train(recipe, Console(), resume=options.resume, accept_changes=accepted, dry_run=options.dry_run)
 
 
 def _sft(options: argparse.Namespace) -> int:
@@ -122,6 +149,19 @@ def _sft(options: argparse.Namespace) -> int:
     disable_progress_bar()
 
     return sft(recipe, Console(), dry_run=options.dry_run)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from grupo.export_command import ExportOptions, export
+
+    disable_progress_bar()
+    return export(
+        options.run, options.to, ExportOptions(**{f.name: getattr(options, f.name) for f in fields(ExportOptions)})
+    )
 
 
 def _tasks(options: argparse.Namespace) -> int:

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
-from grupo.config_fields import DROPPED_FIELDS, FIELD_ROWS, IGNORED_FIELDS, RENAMED_FIELDS, Treatment, field_default
+from grupo.config_fields import (
+    COMPOUND_FIELDS,
+    DROPPED_FIELDS,
+    FIELD_ROWS,
+    IGNORED_FIELDS,
+    RENAMED_FIELDS,
+    Treatment,
+    field_default,
+)
+from grupo.config_translation import translate_compound
 from grupo.config_values import check_choice
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.names import nearest
@@ -49,9 +58,13 @@ def translate_old_names(keywords: Mapping[str, Any], defaults: Mapping[str, Any]
             if value:
                 raise UnsupportedError(f"{name}={value!r} is not supported: {DROPPED_FIELDS[name]}.")
             logger.warning("%s=%r has no effect: %s.", name, value, DROPPED_FIELDS[name])
-        else:
+        elif name not in COMPOUND_FIELDS:
             hint = nearest(name, defaults) or " docs/config.md lists every field."
             raise ConfigError(f"GRPOConfig has no field {name!r}.{hint}")
+    # Last, as they are compared with what the fields say.
+    for name in COMPOUND_FIELDS:
+        if keywords.get(name) is not None:
+            translate_compound(name, keywords[name], translated, defaults)
     return translated
 
 
@@ -359,11 +372,12 @@ def warn_unusual(config: GRPOConfig) -> None:
 # ---- generation_kwargs -----------------------------------------------------------------------------------------------
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-GENERATION_KEYS = (*SAMPLING_FIELDS, "stop_token_ids")
+GENERATION_KEYS = (*SAMPLING_FIELDS, "stop_token_ids", "stop")
 
 _INSTEAD = {
     **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "set max_completion_length; the loss reads it too"),
     "eos_token_id": "the model's own end tokens always end a completion; stop_token_ids adds others",
+    "stop_strings": "set stop",
     "seed": "set seed, from which every completion gets its own",
     "n": "set num_generations",
     "num_return_sequences": "set num_generations",
@@ -381,6 +395,8 @@ def merged_sampling(config: GRPOConfig) -> dict[str, Any]:
     for name, value in given.items():
         if name == "stop_token_ids":
             sampling[name] = tuple(value) if isinstance(value, list | tuple | set) else (value,)
+        elif name == "stop":
+            stop_texts(config)
         elif name in SAMPLING_FIELDS:
             if sampling[name] not in (defaults[name], value):
                 raise ConfigError(
@@ -393,3 +409,13 @@ def merged_sampling(config: GRPOConfig) -> dict[str, Any]:
             hint = f" Instead, {instead}." if instead else nearest(name, GENERATION_KEYS)
             raise ConfigError(f"generation_kwargs has no key {name!r} ({', '.join(GENERATION_KEYS)}).{hint}")
     return sampling
+
+
+def stop_texts(config: GRPOConfig) -> tuple[str, ...]:
+    """generation_kwargs["stop"]: one text or several."""
+    given = config.generation_kwargs or {}
+    value = given.get("stop") if isinstance(given, dict) else None
+    texts = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(f"generation_kwargs['stop']={value!r}: expected a text, or a list of texts.")
+    return texts

@@ -5,6 +5,7 @@ task: times-tables            # a built-in task, or `dataset:` below
 task_arguments: {level: 2}    # of the task
 dataset: {path: data.jsonl, prompt: question, gold: solution, system: "...", held_out: 100}
 rewards: [number_match, {name: tag_format, weight: 0.3, arguments: {tags: [think, answer]}}]
+quantization: nf4             # of the frozen weights below the adapter: nf4, int8, or null
 lora: {r: 16, alpha: 32}      # `lora: null` trains all weights
 sft: {answer: "<answer>{answer}</answer>"}          # a short supervised phase before
 training: {learning_rate: 1e-4, max_steps: 30}      # fields of GRPOConfig
@@ -118,6 +119,11 @@ class Recipe(_Part):
     task_arguments: dict[str, Any] = Field(default_factory=dict)
     dataset: DatasetSpec | None = None
     rewards: list[RewardSpec] = Field(default_factory=list)
+    quantization: Literal["nf4", "int8"] | None = None
+    """Of the frozen weights below the adapter; needs bitsandbytes."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the weights that are loaded, and of the arithmetic of quantised ones; None: float32, and for quantised ones on
+    an accelerator bfloat16 or else float16."""
     lora: LoraSpec | None = Field(default_factory=LoraSpec)
     sft: SftSpec | None = None
     training: dict[str, Any] = Field(default_factory=dict)

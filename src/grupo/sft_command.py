@@ -24,7 +24,7 @@ from grupo.errors import ConfigError
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.folder import RunFolder, fresh_folder
 from grupo.sft import sft_trainer
-from grupo.start import fresh_adapter, has_adapter, start_model, with_start
+from grupo.start import fresh_adapter, has_adapter, quantization, start_model, training_fields, with_start
 from grupo.trainer import GRPOTrainer
 from grupo.trainer_parts import mapping, policy, tokenizer_of
 
@@ -61,13 +61,15 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
         name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
         folder = str(fresh_folder(Path("runs"), f"{name}-sft"))
     recipe = with_start(recipe.model_copy(update={"training": {**recipe.training, "output_dir": folder}}))
-    config = GRPOConfig(**recipe.training)
+    config = GRPOConfig(**training_fields(recipe))
     if config.world_size > 1:
         (folder,) = broadcast_object_list([folder])
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     say(console, phase.describe())
     set_seed(config.seed)
-    model, of_adapter = policy(start_model(recipe), config, quantization_config=None, peft_config=fresh_adapter(recipe))
+    model, of_adapter = policy(
+        start_model(recipe), config, quantization_config=quantization(recipe), peft_config=fresh_adapter(recipe)
+    )
     tokenizer = tokenizer_of(model, config, of_adapter)
     shown = demonstrations(phase.shown, PromptTokenizer(tokenizer, mapping(config.chat_template_kwargs)))
     if not dry_run:
@@ -152,7 +154,7 @@ class Phase:
 
     def settings(self) -> str:
         """The parts of the recipe that the phase depends on, as YAML."""
-        read = ("seed", "chat_template_kwargs", "model_init_kwargs", *SHARED)
+        read = ("seed", "chat_template", "chat_template_kwargs", "model_init_kwargs", *SHARED)
         training = {name: value for name, value in self.recipe.training.items() if name in read}
         return to_yaml(
             self.recipe.model_copy(update={"rewards": [], "eval": type(self.recipe.eval)(), "training": training})

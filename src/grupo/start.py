@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from grupo.errors import ConfigError
 from grupo.models.adapters import find_adapter
 from grupo.models.default_model import default_model_path
+from grupo.models.load import device_dtype
+from grupo.models.quantized import quantization_config
 from grupo.recipe import Recipe
 
 
@@ -31,6 +36,41 @@ def _names_adapter(recipe: Recipe) -> bool:
         return False
     kwargs = recipe.training.get("model_init_kwargs")
     return find_adapter(recipe.model, kwargs if isinstance(kwargs, dict) else None) is not None
+
+
+def quantization(recipe: Recipe) -> Any:
+    """What `from_pretrained` needs to quantise the model; None for nothing.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
+    if recipe.quantization is None:
+        return None
+    dtype = device_dtype() if recipe.dtype is None else getattr(torch, recipe.dtype)
+    return quantization_config(recipe.quantization, dtype, asked=f"quantization: {recipe.quantization}")
+
+
+def training_fields(recipe: Recipe) -> dict[str, Any]:
+    """The fields of GRPOConfig, with the dtype that the model is loaded in.
+
+    Raises:
+        ConfigError: the dtype is given twice.
+    """
+    training = dict(recipe.training)
+    dtype = recipe.dtype
+    if dtype is None and recipe.quantization is not None:
+        dtype = str(device_dtype()).removeprefix("torch.")
+    if dtype is None:
+        return training
+    given = training.get("model_init_kwargs") or {}
+    if not isinstance(given, dict) or {"dtype", "torch_dtype"} & given.keys():
+        if recipe.dtype is None:
+            return training
+        raise ConfigError(
+            f"The recipe gives a dtype twice: dtype={recipe.dtype}, and training.model_init_kwargs={given!r}. Take one "
+            "out; model_init_kwargs must be a mapping beside dtype."
+        )
+    return {**training, "model_init_kwargs": {**given, "dtype": dtype}}
 
 
 def fresh_adapter(recipe: Recipe) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.hub import is_out_of_reach
+from grupo.models.quantized import check_quantized, number_of_weights
 
 logger = logging.getLogger("grupo")
 
@@ -104,6 +105,17 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def device_dtype() -> torch.dtype:
+    """What to compute in where nobody has said it: on an accelerator bfloat16 or else float16, on the CPU float32."""
+    if not torch.accelerator.is_available():
+        return torch.float32
+    return torch.bfloat16 if supports_bfloat16() else torch.float16
+
+
+def supports_bfloat16() -> bool:
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+
+
 def _dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
@@ -155,6 +167,12 @@ def base_model(model: Any) -> Any:
 def name_of(model: Any) -> str:
     """Name or path that the model, or the base model of an adapter, was loaded from; empty if unknown."""
     return getattr(base_model(model).config, "_name_or_path", "") or ""
+
+
+def quantization(model: Any) -> dict[str, Any] | None:
+    """How the weights of the model, or of the base model of an adapter, are quantised; None where they are not."""
+    config = getattr(base_model(model).config, "quantization_config", None)
+    return config if config is None or isinstance(config, dict) else dict(config.to_dict())
 
 
 def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) -> Any:
@@ -259,13 +277,14 @@ def check_trainable(model: Any) -> tuple[int, int]:
     """(trainable, all) parameter counts.
 
     Raises:
-        ConfigError: nothing would be trained (TRL issue #6700).
+        ConfigError: nothing would be trained (TRL issue #6700), or quantised weights would.
         UnsupportedError: it has an adapter of a kind that is not supported.
     """
     for config in (getattr(model, "peft_config", None) or {}).values():
         _check_kind(config)
+    check_quantized(model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(map(number_of_weights, model.parameters()))
     if not trainable:
         hint = (
             "Load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
@@ -316,6 +335,26 @@ def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
             "will run to max_completion_length and count as truncated."
         )
     return tuple(sorted(ids))
+
+
+def ids_of_stop_texts(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]:
+    """The token of each text that is to end a completion.
+
+    Raises:
+        ConfigError: a text is not one token.
+    """
+    found = []
+    vocabulary = tokenizer.get_vocab()
+    for text in texts:
+        ids = [vocabulary[text]] if text in vocabulary else tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"stop={text!r} is {len(ids)} tokens of this tokenizer, and the in-process engine ends completions at "
+                "single tokens. Choose a text that is one token, such as a special one, or leave it out: what follows "
+                "it in a completion can be cut off in the reward function."
+            )
+        found.append(int(ids[0]))
+    return tuple(found)
 
 
 def check_stop_token_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:

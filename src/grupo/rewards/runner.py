@@ -37,6 +37,7 @@ from grupo.rewards.calls import (
     quoted,
     start_in_thread,
 )
+from grupo.rewards.identity import identity
 from grupo.rewards.model import RewardModel, with_reward_models
 from grupo.rewards.results import RewardTable, score_table
 
@@ -89,6 +90,8 @@ class RewardRunner:
         self.names = _unique_names([reward_name(function) for function in functions])
         self.timeout = timeout
         self._functions = [Function.of(function, name) for function, name in zip(functions, self.names, strict=True)]
+        self.identities = {name: identity(function) for name, function in zip(self.names, functions, strict=True)}
+        """name -> short hash of what the function is, before its first call."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def check_columns(self, available: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from grupo.models.attention import LAYOUT_KEYWORD, DecodeLayout, hidden_windows, packed_attention, why_not_packed
 from grupo.models.load import base_model, vocabulary_size
+from grupo.models.quantized import arithmetic_dtype
 from grupo.records import GroupSpan, PackedLayout
 from grupo.rollout.cache import RowCache
 
@@ -247,7 +248,7 @@ def takes_row_cache(model: nn.Module, calls: Calls, *, like: nn.Module) -> bool:
         return False
     pairs = (torch.log_softmax(torch.stack(values).float(), -1) for values in (found, expected))
     difference = float((next(pairs) - next(pairs)).abs().max())
-    return difference <= CHECK_TOLERANCE.get(next(base.parameters()).dtype, 0.1)
+    return difference <= CHECK_TOLERANCE.get(arithmetic_dtype(base, decoder.device), 0.1)
 
 
 def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

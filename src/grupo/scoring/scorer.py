@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from grupo.models.attention import LAYOUT_KEYWORD, hidden_windows, packed_attention, why_not_packed
 from grupo.models.load import base_model, vocabulary_size
+from grupo.models.quantized import arithmetic_dtype
 from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate
 from grupo.scoring.logprobs import chunked_logprobs, logprobs_from_logits
@@ -165,7 +166,7 @@ class Scorer:
             except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
                 return f"this model does not take packed rows ({type(error).__name__}: {str(error).splitlines()[0]})"
         difference = float((found - expected).abs().max())
-        tolerance = SHARING_TOLERANCE.get(_dtype_of(self.base, device), 5e-2)
+        tolerance = SHARING_TOLERANCE.get(arithmetic_dtype(self.base, device), 5e-2)
         if not difference <= tolerance:
             return f"with packed rows log-probs of this model are off by {difference:.1e} nats"
         assert packed.layout is not None
@@ -188,7 +189,9 @@ class Scorer:
     def _head_matches(self, module: nn.Module, device: torch.device) -> bool:
         head = self._linear_head()
         ids = torch.arange(1, 9, device=device).remainder(head.weight.shape[0]).unsqueeze(0)
-        hidden, output = self._hidden_states(module, {"input_ids": ids})
+        # With dropout the check would take random numbers, and a resumed run makes it later than the first one did.
+        with dropout_off(self.base):
+            hidden, output = self._hidden_states(module, {"input_ids": ids})
         expected = output.logits[:, -1].float()
         projected = nn.functional.linear(hidden[:, -1], head.weight.to(hidden.dtype), head.bias).float()
         tolerance = HEAD_TOLERANCE.get(hidden.dtype, 1e-2) * float(expected.abs().max().clamp_min(1.0))
@@ -229,13 +232,6 @@ def _names_dropout(name: str) -> bool:
 
 def _check_sample(prompt_ids: list[int], completion_ids: list[int]) -> Sample:
     return Sample(tuple(prompt_ids), tuple(completion_ids), 0.0, True, True, None)
-
-
-def _dtype_of(model: nn.Module, device: torch.device) -> torch.dtype:
-    """What `model` computes in."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return next(model.parameters()).dtype
 
 
 def _decoder(base: Any) -> nn.Module | None:
