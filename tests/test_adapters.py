@@ -189,12 +189,14 @@ def with_tokens(base: Path, *, rows: int, tokens: int) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def test_embeddings_that_fit_no_tokenizer_are_told_and_load_here(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("rows, tokens", [(136, 130), (110, 110)], ids=["a multiple", "fewer rows"])
+def test_embeddings_that_peft_would_not_find_are_told_and_load_here(
+    rows: int, tokens: int, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, tokenizer = with_tokens(base, rows=136, tokens=130)
+    model, tokenizer = with_tokens(base, rows=rows, tokens=tokens)
     trainer = make(tmp_path / "run", model, tokenizer=tokenizer, peft_config=lora())
-    assert "embeddings for 136 tokens, its base model on disk for 128, and the tokenizer 130 tokens" in caplog.text
+    said = f"embeddings for {rows} tokens, its base model on disk for 128, and the tokenizer {tokens} tokens"
+    assert said in caplog.text
     train(trainer)
     trainer.save_model(str(tmp_path / "run"))
     again = make(tmp_path / "next", tmp_path / "run", tokenizer=None)
@@ -203,6 +205,7 @@ def test_embeddings_that_fit_no_tokenizer_are_told_and_load_here(
 
 def test_a_prompt_with_a_token_that_the_base_model_lacks(base: Path, tmp_path: Path) -> None:
     """The adapter learns with the token, and a run that goes on with it knows the token again."""
+    assert len(tiny_tokenizer()) < 128, "as in many models"
     model, tokenizer = with_tokens(base, rows=130, tokens=130)
     rows = [{"prompt": "<new129>a"}, {"prompt": "b<new128>"}]
     trainer = make_trainer(tmp_path / "run", varied, rows, model=model, tokenizer=tokenizer, peft_config=lora())

@@ -108,6 +108,14 @@ print(codes, sorted(heavy), file=sys.stderr)
     assert "usage: grupo" in result.stdout
 
 
+def test_the_package_is_the_command_too() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    result = subprocess.run(
+        [sys.executable, "-m", "grupo", "--version"], capture_output=True, env=environment, timeout=60
+    )
+    assert result.stdout.decode() == f"grupo {grupo.__version__}\n"
+
+
 def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"]) == 0
     tasks = capsys.readouterr().out.splitlines()
@@ -467,11 +475,64 @@ def test_settings_that_cannot_work_end_with_2(
     assert not (tmp_path / "run").exists()
 
 
-def test_nothing_to_resume_ends_with_2(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_that_does_not_say_of_what_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume"]) == 2
     assert "--set training.output_dir=FOLDER" in refused(capsys)
-    assert train(model, tmp_path, flags=("--resume",)) == 2
-    assert f"{tmp_path} has no checkpoint" in refused(capsys)
+    assert main(["train", "--accept-changes", "steps"]) == 2
+    assert "it needs --resume" in refused(capsys)
+
+
+def test_a_resume_without_a_checkpoint_starts_from_the_beginning(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a job script calls every time. A run that was killed before its first checkpoint moves aside."""
+    (tmp_path / "unfinished" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert train(model, tmp_path, "eval.enabled=false", flags=("--resume",)) == 0
+    assert "has no checkpoint, so the run starts from the beginning" in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "earlier" / "metrics.jsonl").is_file() and not (tmp_path / "unfinished").exists()
+    assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl") if "loss" in entry] == [1, 2]
+
+
+def test_a_changed_setting_is_accepted_by_name(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = (*LENGTH, "eval.enabled=false", "training.save_strategy=steps", "training.save_steps=1")
+    assert train(model, tmp_path, *settings) == 0
+    other = (*settings, "rewards=[{name: token_length, arguments: {target: 9}}]", "training.max_steps=3")
+    assert train(model, tmp_path, *other, flags=("--resume",)) == 2
+    assert "--accept-changes rewards" in refused(capsys)
+    assert train(model, tmp_path, *other, flags=("--resume", "--accept-changes", "rewards")) == 0
+    assert [entry["step"] for entry in read_lines(tmp_path / "metrics.jsonl") if "loss" in entry] == [1, 2, 3]
+
+
+def test_sigterm_ends_with_143_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+    """As a cluster ends a job: no checkpoint was asked for, and there is one all the same."""
+    rewards = tmp_path / "mine.py"
+    rewards.write_text(
+        "import os, signal\n"
+        "def length(completion_ids, trainer_state, **_):\n"
+        "    if trainer_state and trainer_state.global_step == 2 and os.path.exists('term'):\n"
+        "        os.remove('term')\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return [-float(len(ids)) for ids in completion_ids]\n"
+    )
+    settings = (f"rewards=['{rewards}:length']", "training.max_completion_length=40", "training.max_steps=5",
+                "training.learning_rate=0.01")  # fmt: skip
+    assert train(model, tmp_path / "whole", *settings) == 0
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        Path("term").touch()
+        assert train(model, tmp_path / "run", *settings) == 143
+    finally:
+        os.chdir(before)
+    load_adapter(model, tmp_path / "run")
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["interrupted"] is True and summary["steps"] == 3 and summary["eval_after"] is None
+    assert train(model, tmp_path / "run", *settings, flags=("--resume",)) == 0
+    whole, resumed = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "run"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert read_json(tmp_path / "run" / "summary.json")["interrupted"] is False
+    assert read_json(tmp_path / "run" / "eval_after.json") == read_json(tmp_path / "whole" / "eval_after.json")
 
 
 def gold_rows(folder: Path, *golds: Any) -> tuple[str, ...]:

@@ -33,7 +33,8 @@ from grupo.config_fields import (
     field_tables,
     page_with_tables,
 )
-from grupo.config_rules import CHOICES, EFFECTS, RANGES
+from grupo.config_rules import EFFECTS
+from grupo.config_values import CHOICES, RANGES
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.sampling import SamplingSpec
 

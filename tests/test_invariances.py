@@ -637,27 +637,20 @@ def test_epochs_are_permutations_and_the_rest_is_dropped(tmp_path: Path) -> None
     assert [prompt.content for window in range(6) for prompt in stream.window(window)] == drawn
 
 
-# ---- two runs, and one run in two parts ------------------------------------------------------------------------------
+# ---- two runs -------------------------------------------------------------------------------------------------------
 
 
-def real_run(
-    folder: Path, *, seed: int = 42, stop_after: int | None = None, resume: Any = None, **settings: Any
-) -> GRPOTrainer:
+def real_run(folder: Path, *, seed: int = 42, **settings: Any) -> GRPOTrainer:
     """The model itself samples; 8 prompts, 2 per step with G = 4."""
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = state.global_step == stop_after
-
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6, "shuffle_dataset": True,
         "lr_scheduler_type": "linear", "learning_rate": 2e-2, "weight_decay": 0.1, "optim": "adamw_torch",
     }  # fmt: skip
     trainer = make_trainer(
         folder, script=None, dataset=[{"prompt": text, "dead": text == "c"} for text in "abcdefgh"], seed=seed,
-        callbacks=[Stop()], **{**defaults, **settings},
+        **{**defaults, **settings},
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return trainer
 
 
@@ -679,61 +672,3 @@ def test_two_runs_with_one_seed_are_identical(tmp_path: Path, peft: bool) -> Non
     assert completions[0] == completions[1]
     assert any(not torch.equal(same[name], other[name]) for name in same)
     assert completions[0] != completions[2] and logged(tmp_path / "a") != logged(tmp_path / "c")
-
-
-RESUMED = {
-    "in the first epoch": (3, {}),
-    "at the end of an epoch": (4, {}),
-    "in the second epoch": (5, {"max_steps": 8}),
-    "between two windows": (4, {"num_iterations": 2}),
-    "inside a window": (3, {"num_iterations": 2}),
-    "inside a group": (
-        3,
-        {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 2, "steps_per_generation": 4},
-    ),
-    "with its controllers": (
-        3,
-        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "use_adaptive_entropy": True,
-         "entropy_coef": 0.01, "entropy_target": 4.8},
-    ),
-    "with an adapter": (3, {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=2)}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path, name: str) -> None:
-    saved_at, settings = RESUMED[name]
-    settings = {"save_strategy": "steps", "save_steps": saved_at, **settings}
-    whole = real_run(tmp_path / "whole", **settings)
-    stopped = real_run(tmp_path / "parts", stop_after=saved_at, **settings)
-    assert stopped.state.global_step == saved_at < whole.state.global_step
-    resumed = real_run(tmp_path / "parts", resume=True, **settings)
-    assert_equal(weights(resumed.model), weights(whole.model))
-    assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen > 0
-    steps_whole, steps_parts = (
-        [line for line in logged(tmp_path / part) if "loss" in line] for part in ("whole", "parts")
-    )
-    assert steps_parts == steps_whole
-    completions = [(tmp_path / part / "completions.jsonl").read_text() for part in ("whole", "parts")]
-    assert completions[0] == completions[1]
-
-
-def test_a_checkpoint_without_its_window_is_resumed_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The open window is sampled again, from the same prompts, by the policy of the checkpoint; no prompt is lost."""
-    settings = {"save_strategy": "steps", "save_steps": 3, "num_iterations": 2, "max_steps": 8}
-    whole = real_run(tmp_path / "whole", **settings)
-    real_run(tmp_path / "parts", stop_after=3, **settings)
-    (tmp_path / "parts" / "checkpoint-3" / "grupo_state_0.pt").unlink()
-    with caplog.at_level("WARNING", logger="grupo"):
-        resumed = real_run(tmp_path / "parts", resume=True, **settings)
-    assert "has no rollout for step 4, in the middle of window 1" in caplog.text
-    assert resumed.state.global_step == whole.state.global_step == 8
-
-    def rows(folder: Path) -> dict[int, int]:
-        groups = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-        return {group["prompt_id"]: group["row"] for group in groups}
-
-    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    assert all(torch.isfinite(tensor).all() for tensor in weights(resumed.model).values())

@@ -1,10 +1,10 @@
-"""What must not pass in silence: incomplete checkpoints, changed settings, foreign optimizers, second adapters."""
+"""What must not pass in silence: settings that changed before a resumption, foreign optimizers, second adapters."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import json
-import shutil
 import sys
 import types
 from datetime import date
@@ -14,11 +14,10 @@ import pandas as pd
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import TrainerCallback
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.runs.checkpoint import unfinished
+from grupo.runs.same_run import ACCEPTABLE, FREE
 from tiny import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"say {index}"} for index in range(8)]
@@ -43,7 +42,7 @@ def make(
     settings = {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4,
         "max_completion_length": 6, "max_steps": 4, "save_steps": 1, "learning_rate": 1e-3, "report_to": [],
-        "disable_tqdm": True, "logging_steps": 1,
+        "lr_scheduler_type": "constant", "disable_tqdm": True, "logging_steps": 1,
     }  # fmt: skip
     return GRPOTrainer(
         model or tiny_model(),
@@ -54,24 +53,6 @@ def make(
         peft_config=peft_config,
         optimizers=optimizers,
     )
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
-def test_an_incomplete_checkpoint_is_passed_over(name, tmp_path, caplog):
-    make(tmp_path, max_steps=2).train()
-    (tmp_path / "checkpoint-2" / name).unlink()
-    with pytest.raises(ConfigError, match=name):
-        make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    trainer = make(tmp_path)
-    trainer.train(resume_from_checkpoint=True)
-    assert "checkpoint-2 was not written to its end" in caplog.text
-    assert trainer.state.global_step == 4
-
-
-def test_weights_alone_are_no_checkpoint(tmp_path):
-    make(tmp_path, max_steps=1, save_only_model=True).train()
-    with pytest.raises(ConfigError, match="no checkpoint to resume from"):
-        make(tmp_path).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(
@@ -124,90 +105,95 @@ def test_a_resumed_run_can_be_resumed(tmp_path):
         assert trainer.state.global_step == steps
 
 
-FILES = [
-    "adapter_model.safetensors",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    "trainer_state.json",
-    "grupo_state_0.pt",
-]
+def by_half_length(completions, **_):
+    return [len(text) / 2 for text in completions]
 
 
-@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
-def test_a_checkpoint_with_files_cut_short_is_passed_over(left, tmp_path, caplog):
-    make(tmp_path, max_steps=2, peft_config=LORA).train()
-    for name in FILES:
-        path = tmp_path / "checkpoint-2" / name
-        whole = path.read_bytes()
-        path.write_bytes(whole[: int(left * len(whole))])
-        trainer = make(tmp_path, peft_config=LORA)
-        with pytest.raises(ConfigError, match=rf"{name} missing, empty or cut short"):
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        caplog.clear()
-        assert trainer.checkpoint_to_resume(True) == str(tmp_path / "checkpoint-1")
-        assert f"checkpoint-2 was not written to its end ({name})" in caplog.text
-        path.write_bytes(whole)
-    assert trainer.checkpoint_to_resume(True) == str(tmp_path / "checkpoint-2")
+def times(factor):
+    def scaled(completions, **_):
+        return [factor * len(text) for text in completions]
+
+    return scaled
 
 
-def test_a_shard_that_is_missing_is_noticed(tmp_path):
+DATA = [{"prompt": f"say {index}", "answer": index} for index in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rows": [{**DATA[0], "prompt": "say nothing"}, *DATA[1:]]}, "dataset was"),
+        ({"rows": [{**row, "answer": row["answer"] + 1} for row in DATA]}, "dataset was"),
+        ({"rows": DATA[::-1]}, "dataset was"),
+        ({"rows": [*DATA, DATA[0]]}, "prompts was 8 and is 9"),
+        ({"model": lambda: tiny_model(seed=1)}, "model was"),
+        ({"learning_rate": 1e-4}, "learning_rate was 0.001 and is 0.0001"),
+        ({"num_iterations": 2}, "num_iterations was 1 and is 2"),
+        ({"shuffle_dataset": False}, "shuffle_dataset was True and is False"),
+    ],
+)
+def test_what_a_checkpoint_depends_on_cannot_change(changed, said, tmp_path):
+    def other(**settings):
+        kept = {"peft_config": lora(), "rows": DATA, "model": tiny_model}
+        settings = {**kept, **settings}
+        return make(tmp_path, **{**settings, "model": settings["model"]()})
+
+    other(max_steps=1).train()
+    with pytest.raises(ConfigError, match=said) as raised:
+        other(**changed).train(resume_from_checkpoint=True)
+    assert "To train on with new ones, start a new run" in str(raised.value)
+    name = said.split()[0]
+    with pytest.raises(ConfigError, match=f"'{name}', which cannot change within a run"):
+        other(**changed).train(resume_from_checkpoint=True, accept_changes=[name])
+
+
+@pytest.mark.parametrize(
+    ("before", "changed", "name"),
+    [
+        ({"lr_scheduler_type": "linear"}, {"max_steps": 4}, "steps"),
+        ({"lr_scheduler_type": "linear", "max_steps": -1, "num_train_epochs": 1}, {"num_train_epochs": 2}, "steps"),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.5}, {"max_steps": 4}, "steps"),
+        ({}, {"rewards": by_half_length}, "rewards"),
+        ({"rewards": times(1)}, {"rewards": times(2)}, "rewards"),
+        ({}, {"reward_weights": [2.0]}, "reward_weights"),
+        ({}, {"max_grad_norm": 0.5}, "max_grad_norm"),
+    ],
+)
+def test_what_makes_it_another_run_is_accepted_by_name(before, changed, name, tmp_path, caplog):
+    make(tmp_path, **{"max_steps": 2, **before}).train()
+    settings = {"max_steps": 3, **before, **changed}
+    with pytest.raises(ConfigError, match=rf"{name} was .* and is .*accept_changes=\['{name}'\]"):
+        make(tmp_path, **settings).train(resume_from_checkpoint=True)
+    make(tmp_path, **settings).train(resume_from_checkpoint=True, accept_changes=[name])
+    assert f"From here on the run is another one, as asked for: {name} was" in caplog.text
+    # What comes after is that other run.
+    make(tmp_path, **settings).train(resume_from_checkpoint=True)
+
+
+def test_a_misspelt_change_is_not_taken_for_one(tmp_path):
     make(tmp_path, max_steps=1).train()
-    folder = tmp_path / "checkpoint-1"
-    tiny_model().save_pretrained(folder, max_shard_size="50KB")
-    (folder / "model.safetensors").unlink(missing_ok=True)
-    assert unfinished(folder) == []
-    shard = sorted(folder.glob("model-*.safetensors"))[-1]
-    shard.unlink()
-    assert unfinished(folder) == [shard.name]
+    with pytest.raises(ConfigError, match=r"'reward', which cannot change within a run\. Did you mean 'rewards'"):
+        make(tmp_path).train(resume_from_checkpoint=True, accept_changes=["reward"])
 
 
-class Kill(TrainerCallback):
-    """The process ends, as far as files can tell, behind a step and in the middle of a line."""
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 3:
-            raise KeyboardInterrupt
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def test_steps_behind_the_checkpoint_are_in_the_files_once(tmp_path, caplog):
-    settings = {"save_steps": 2, "log_completions": True, "num_completions_to_print": 1}
-    trainer = make(tmp_path, rows=[{"prompt": f"say \u2028 {index}"} for index in range(8)], **settings)
-    trainer.add_callback(Kill())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    with (tmp_path / "completions.jsonl").open("ab") as file:
-        file.write('{"step": 2, "prompt": "ä'.encode()[:-1])
-    killed = (tmp_path / "completions.jsonl").read_bytes()
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    trainer = make(tmp_path, rows=[{"prompt": f"say \u2028 {index}"} for index in range(8)], **settings)
+def test_what_changes_no_number_needs_no_word(tmp_path):
+    """More steps at a learning rate that does not depend on them; other logs, evaluations and checkpoints."""
+    make(tmp_path, max_steps=2, rewards=times(3)).train()
+    trainer = make(
+        tmp_path, max_steps=6, rewards=times(3), logging_steps=3, save_steps=2, save_total_limit=2, run_name="again",
+        reward_timeout=5.0, micro_batch_tokens=200, log_completions=True, num_completions_to_print=1,
+    )  # fmt: skip
     trainer.train(resume_from_checkpoint=True)
-    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
-    kept = (tmp_path / "completions.jsonl").read_bytes()
-    assert [json.loads(line)["step"] for line in kept.split(b"\n")[:-1]] == [1, 1, 2, 2, 3, 3, 4, 4]
-    cut = (tmp_path / "cut" / "completions.jsonl").read_bytes().split(b"\n")
-    assert len(cut) == 4 and json.loads(cut[0])["step"] == json.loads(cut[1])["step"] == 3
-    # Nothing is lost: what was cut is the end of what was there.
-    assert killed.endswith(b"\n".join(cut[:-1])) and killed.startswith(kept[:10])
-    assert "3 of completions.jsonl" in caplog.text and not list(tmp_path.glob("*.new"))
-    assert not (tmp_path / "cut" / "metrics.jsonl").exists()
+    logs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logs if "loss" in line] == [1, 2, 3, 6], "as set now, not as in the checkpoint"
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
 
 
-def test_a_run_that_had_gone_on_is_cut_back_to_an_older_checkpoint(tmp_path):
-    settings = {"log_completions": True, "num_completions_to_print": 1}
-    make(tmp_path, **settings).train()
-    make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    steps = [line["step"] for line in lines(tmp_path / "metrics.jsonl")]
-    assert steps == [1, 2, 3, 4, 4], "the last one is the summary of the run"
-    assert [line["step"] for line in lines(tmp_path / "cut" / "metrics.jsonl")] == [3, 4, 4]
-    tables = sorted(path.name for path in (tmp_path / "cut" / "completions").iterdir())
-    assert tables == ["completions_00003.parquet", "completions_00004.parquet"]
-    make(tmp_path, max_steps=1).train()
-    assert (tmp_path / "earlier" / "cut" / "metrics.jsonl").is_file() and not (tmp_path / "cut").exists()
+def test_every_setting_is_compared_or_left_out_on_purpose():
+    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert fields >= FREE and fields | {"steps", "rewards"} >= ACCEPTABLE
+    # A free field with a compared entry of its name is compared as resolved.
+    assert {"reward_weights"} == FREE & ACCEPTABLE
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
@@ -322,17 +308,6 @@ def test_logged_columns_of_mixed_types_do_not_end_the_run(values, written, tmp_p
 def test_weights_of_zero_reward_nothing(tmp_path):
     with pytest.raises(ConfigError, match="nothing is rewarded"):
         make(tmp_path, reward_weights=[0.0])
-
-
-def test_a_killed_save_leaves_the_earlier_checkpoint(tmp_path):
-    make(tmp_path, max_steps=2).train()
-    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")
-    for path in (tmp_path / "checkpoint-3").iterdir():
-        if not path.name.startswith("grupo_state"):
-            path.unlink()
-    trainer = make(tmp_path)
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 4
 
 
 def test_target_modules_of_an_optimizer_that_the_model_lacks(tmp_path, monkeypatch):

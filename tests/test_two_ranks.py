@@ -18,8 +18,9 @@ import torch
 
 import two_ranks_worker
 from grupo.cli import main
+from grupo.errors import ConfigError
 from tiny import tiny_model, tiny_tokenizer
-from tiny_trainer import distance
+from tiny_trainer import distance, make_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +38,7 @@ COMPARED = (
     "every option",
     "every option with adapter",
     "all truncated on rank 1",
+    "rewards beside scoring",
     "real engine",
     "real engine with adapter",
     *(name for name in two_ranks_worker.SCENARIOS if name.startswith("group over two ranks")),
@@ -186,6 +188,27 @@ def test_sampled_completions_do_not_depend_on_the_number_of_ranks(folder: Path, 
 def test_a_resumed_run_of_two_ranks_ends_with_the_same_weights(folder: Path) -> None:
     for outcome in both(folder, "resumed"):
         assert all(torch.equal(outcome["parts"][name], outcome["whole"][name]) for name in outcome["whole"])
+        assert outcome["same_records"]
+
+
+def test_another_number_of_ranks_is_refused_with_both_numbers(folder: Path) -> None:
+    trainer = make_trainer(folder / "resumed" / "parts", script=None)
+    with pytest.raises(ConfigError, match=r"was written by 2 processes, and this run has 1: .* Start it with 2\."):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_ranks_decide_together_when_to_stop(folder: Path) -> None:
+    for outcome in both(folder, "stopped on one rank"):
+        assert outcome["code"] == 143
+        assert all(torch.equal(outcome["parts"][name], outcome["whole"][name]) for name in outcome["whole"])
+        assert outcome["same_records"]
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_is_none_for_all(folder: Path) -> None:
+    first, second = both(folder, "full disk on one rank")
+    assert first["while writing"] == [[], ["checkpoint-1"], ["checkpoint-1"]]
+    assert second["while writing"] == [[], ["checkpoint-1"]]
+    assert first["at the end"] == second["at the end"] == ["checkpoint-3"]
 
 
 def test_logging_on_one_rank_alone_is_no_deadlock(folder: Path) -> None:
@@ -216,7 +239,10 @@ def test_an_error_of_one_rank_ends_both_with_its_message(folder: Path, name: str
             assert word in outcome["error"]
 
 
-@pytest.mark.parametrize(("name", "rank"), [("engine error on one rank", 1), ("engine error in a late round", 0)])
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("engine error on one rank", 1), ("engine error in a late round", 0), ("engine error before scoring", 1)],
+)
 def test_an_error_of_the_engine_on_one_rank_ends_the_other(folder: Path, name: str, rank: int) -> None:
     outcomes = both(folder, name)
     assert outcomes[rank]["error"] == "MemoryError: too many tokens"

@@ -66,7 +66,7 @@ BPE_CHAT_TEMPLATE = (
 
 
 def tiny_bpe_tokenizer(text: str, *, pre: str = "smollm", size: int = 400) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as of SmolLM, Llama 3 or Qwen, trained on a text; `<think>` is an added token that is not special."""
+    """Byte-level BPE as of SmolLM, Llama 3 or Qwen, trained on a text; `<think>` is an added token and not special."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = (
         PRE_TOKENIZERS[pre][0] if len(PRE_TOKENIZERS[pre]) == 1 else pre_tokenizers.Sequence(PRE_TOKENIZERS[pre])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from grupo.errors import GrupoError
 from grupo.evals.pass_rates import measured_pass_rates
 from grupo.scoring.scorer import Scorer
 from tiny import tiny_model
-from tiny_trainer import EOS, PROMPTS, Spy, gradients, make_trainer, scripted_ids, weights
+from tiny_trainer import EOS, PROMPTS, Spy, gradients, make_trainer, reward, scripted_ids, weights
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -190,8 +191,53 @@ def resumed(folder: Path) -> dict[str, Any]:
             control.should_training_stop = state.global_step == 3
 
     real_engine(folder / "parts", callbacks=[Stop()], **settings)
+    return _compared(folder, settings)
+
+
+def _compared(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The resumed run beside the whole one: weights, and what this rank has written."""
     whole = real_engine(folder / "whole", **settings)
-    return {"whole": whole["weights"], "parts": real_engine(folder / "parts", resume=True, **settings)["weights"]}
+    parts = real_engine(folder / "parts", resume=True, **settings)
+    name = f"completions{f'.rank{RANK}' if RANK else ''}.jsonl"
+    records = [(folder / part / name).read_text() for part in ("parts", "whole")]
+    return {"whole": whole["weights"], "parts": parts["weights"], "same_records": records[0] == records[1]}
+
+
+def stopped_on_one_rank(folder: Path) -> dict[str, Any]:
+    """SIGTERM comes to rank 1 alone, inside a window; both save and leave, and go on later."""
+    settings = {"optim": "adamw_torch", "learning_rate": 1e-2}
+
+    class Sends(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and WORLD_SIZE - 1 == RANK:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    code = None
+    try:
+        real_engine(folder / "parts", callbacks=[Sends()], **settings)
+    except SystemExit as stop:
+        code = stop.code
+    return {"code": code, **_compared(folder, settings)}
+
+
+def full_disk_on_one_rank(folder: Path) -> dict[str, Any]:
+    """Rank 1 cannot write its part of the second checkpoint."""
+    trainer = make_trainer(
+        folder, per_device_train_batch_size=16 // WORLD_SIZE, ddp_timeout=60, max_steps=3,
+        save_strategy="steps", save_steps=1, save_total_limit=1,
+    )  # fmt: skip
+    write = trainer._write_checkpoint
+
+    def fails(target: Path) -> None:
+        if trainer.state.global_step == 2 and WORLD_SIZE - 1 == RANK:
+            raise OSError("no space on this machine")
+        write(target)
+        here.append(sorted(path.name for path in folder.glob("checkpoint-*")))
+
+    here: list[list[str]] = []
+    trainer._write_checkpoint = fails  # type: ignore[method-assign]
+    trainer.train()
+    return {"while writing": here, "at the end": sorted(path.name for path in folder.glob("checkpoint-*"))}
 
 
 def logs_on_one_rank(folder: Path) -> dict[str, Any]:
@@ -229,6 +275,22 @@ def failed_rewards_on_one_rank(folder: Path) -> dict[str, Any]:
     return train(folder, dataset=PROMPTS, reward_funcs=raises, max_failed_reward_share=0.2)
 
 
+async def waits(**columns: Any) -> list[float]:
+    return reward(**columns)
+
+
+def rewards_beside_scoring(folder: Path) -> dict[str, Any]:
+    """What is computed while rewards are awaited has collectives; rank 1 has no row for it."""
+
+    def script(prompt: Any, place: int) -> list[int]:
+        return [*scripted_ids(prompt, place)[:6], EOS] if prompt.row < 2 else [7 + place] * 9
+
+    return train(
+        folder, dataset=LIVE_AND_DEAD, batch=4, accumulation=4, mask_truncated_completions=True, script=script,
+        reward_funcs=waits, beta=0.1, **OFF_POLICY,
+    )  # fmt: skip
+
+
 def engine_error_on_one_rank(folder: Path) -> dict[str, Any]:
     """What is no error of grupo's own: it stays itself where it was raised, and the other rank hears of it."""
     return engine_error(folder, row=3, dataset=PROMPTS)
@@ -237,6 +299,10 @@ def engine_error_on_one_rank(folder: Path) -> dict[str, Any]:
 def engine_error_in_a_late_round(folder: Path) -> dict[str, Any]:
     """In the third round, in which rank 1 samples nothing: g replaces E on rank 0."""
     return engine_error(folder, row=6, dataset=WITH_DEAD, dynamic_sampling=True, max_steps=1)
+
+
+def engine_error_before_scoring(folder: Path) -> dict[str, Any]:
+    return engine_error(folder, row=3, dataset=PROMPTS, reward_funcs=waits, beta=0.1)
 
 
 def engine_error(folder: Path, *, row: int, **settings: Any) -> dict[str, Any]:
@@ -346,7 +412,10 @@ SCENARIOS: dict[str, Scenario] = {
     "real engine with adapter": lambda folder: real_engine(
         folder, model=adapted_model(), beta=0.1, learning_rate=0.005
     ),
+    "rewards beside scoring": rewards_beside_scoring,
     "resumed": resumed,
+    "stopped on one rank": stopped_on_one_rank,
+    "full disk on one rank": full_disk_on_one_rank,
     "logs on one rank": logs_on_one_rank,
     "replaced groups": replaced_groups,
     "replaced groups, each over two ranks": lambda folder: replaced_groups(
@@ -367,6 +436,7 @@ SCENARIOS: dict[str, Scenario] = {
     "failed rewards on one rank": failed_rewards_on_one_rank,
     "engine error on one rank": engine_error_on_one_rank,
     "engine error in a late round": engine_error_in_a_late_round,
+    "engine error before scoring": engine_error_before_scoring,
     "nan on one rank": nan_on_one_rank,
 }
 

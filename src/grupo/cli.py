@@ -16,7 +16,8 @@ DONE, FAILED, USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130 interrupted."""
+    """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130
+    interrupted by Ctrl-C, 143 ended by SIGTERM."""
     options = _parser().parse_args(arguments)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries below, about their own next versions
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -55,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         help="change a value of the recipe, for example --set training.max_steps=6",
     )  # fmt: skip
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in training.output_dir")
+    train.add_argument("--accept-changes", default="", metavar="NAMES",
+                       help="with --resume: settings that may have changed, such as steps,rewards")  # fmt: skip
     train.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
     train.add_argument("--verbose", action="store_true", help="say more")
     train.set_defaults(command=_train)
@@ -127,7 +130,10 @@ def _train(options: argparse.Namespace) -> int:
 
     disable_progress_bar()  # of loading and saving; training has its own
 
-    return train(recipe, Console(), resume=options.resume, dry_run=options.dry_run)
+    accepted = [name.strip() for name in options.accept_changes.split(",") if name.strip()]
+    if accepted and not options.resume:
+        raise ConfigError("--accept-changes is about what differs from a checkpoint: it needs --resume.")
+    return train(recipe, Console(), resume=options.resume, accept_changes=accepted, dry_run=options.dry_run)
 
 
 def _sft(options: argparse.Namespace) -> int:
@@ -182,7 +188,8 @@ def _rewards(options: argparse.Namespace) -> int:
 
     for name, factory in REWARDS.items():
         summary = (inspect.getdoc(factory) or "").partition("\n\n")[0].replace("\n", " ")
-        print(f"{name}{inspect.signature(factory)}\n    {summary}\n    range: {value_range(factory)}")
+        parameters = [one.replace(annotation=one.empty) for one in inspect.signature(factory).parameters.values()]
+        print(f"{name}{inspect.Signature(parameters)}\n    {summary}\n    range: {value_range(factory)}")
     return DONE
 
 

@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_bitsandbytes_available, is_torch_bf16_gpu_available
 
 from grupo import config_rules as rules
+from grupo import config_values
 from grupo.chat_templates import check_template_name
 from grupo.config_rules import logger
 from grupo.errors import ConfigError
@@ -317,13 +318,13 @@ class GRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._normalise()
-        rules.check_choices(self)
+        config_values.check_choices(self)
         check_template_name(self.chat_template)
         rules.check_treatments(self)
         rules.check_launcher()
-        plain_types = rules.plain_types(type(self))
-        rules.check_types(self, plain_types)
-        rules.check_ranges(self, plain_types)
+        plain_types = config_values.plain_types(type(self))
+        config_values.check_types(self, plain_types)
+        config_values.check_ranges(self, plain_types)
         rules.check_reward_weights(self.reward_weights)
         rules.check_effects(self)
         rules.check_pairs(self)
@@ -393,6 +394,9 @@ class GRPOConfig(TrainingArguments):
             self._explicit_fields = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        weights: Any = self.reward_weights
+        if hasattr(weights, "tolist"):  # an array or a tensor
+            self.reward_weights = weights.tolist()
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":

@@ -231,7 +231,7 @@ TRANSFORMERS_ROWS: dict[str, FieldRow] = {
     "save_steps": _AS_IN_TRANSFORMERS,
     "save_on_each_node": _AS_IN_TRANSFORMERS,
     "save_total_limit": _AS_IN_TRANSFORMERS,
-    "enable_jit_checkpoint": _AS_IN_TRANSFORMERS,
+    "enable_jit_checkpoint": _honoured("always so: SIGTERM and Ctrl-C save a checkpoint"),
     "push_to_hub": _AS_IN_TRANSFORMERS,
     "hub_token": _AS_IN_TRANSFORMERS,
     "hub_private_repo": _AS_IN_TRANSFORMERS,

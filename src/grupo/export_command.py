@@ -10,7 +10,8 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.export import merge, push, to_gguf
-from grupo.export.source import ADAPTER_CONFIG, BASE_QUANTIZATION, Source, check_free, find_source, staged
+from grupo.export.source import ADAPTER_CONFIG, Source, check_free, find_source, staged
+from grupo.names import BASE_QUANTIZATION
 from grupo.runs.card import card_from_files
 from grupo.runs.curves import REWARD_CURVE
 
@@ -82,7 +83,7 @@ def export(run: str, to: str, options: ExportOptions) -> int:
         print(f"{merged.folder}  {merged.dtype}, head and embedding {'tied' if merged.is_tied else 'apart'}")
         print(f"merged against adapter on base: log-probs differ by {merged.merging.largest:.1e} nats at most")
         print(f"rounding to {merged.dtype}: {merged.rounding.divergence:.1e} nats a token; "
-              f"training changed {merged.effect.divergence:.1e}")  # fmt: skip
+              f"training moved it by {merged.effect.divergence:.1e}")  # fmt: skip
         return 0
     quantization = options.quantization or "q8_0"
     made = to_gguf(
@@ -90,7 +91,7 @@ def export(run: str, to: str, options: ExportOptions) -> int:
     )
     print(f"{made.file}  {made.quantization}, {made.bytes / 1e6:.1f} MB, pre-tokenizer {made.pre_tokenizer}")
     print(f"loaded back: {made.rounding.divergence:.1e} nats a token from the trained model; "
-          f"training changed {made.effect.divergence:.1e}")  # fmt: skip
+          f"training moved it by {made.effect.divergence:.1e}")  # fmt: skip
     return 0
 
 
@@ -110,7 +111,7 @@ def _copy_adapter(source: Source, output: Path) -> None:
             for file in source.folder.glob(pattern):
                 if file.is_file():
                     shutil.copy2(file, folder / file.name)
-        if source.quantization:
+        if source.quantization:  # of a PEFT model saved without the trainer, it is in the manifest alone
             (folder / BASE_QUANTIZATION).write_text(json.dumps(source.quantization, indent=2) + "\n", encoding="utf-8")
         _check_loads(folder)
     base = source.adapter_config.get("base_model_name_or_path")

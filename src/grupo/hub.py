@@ -21,10 +21,11 @@ def is_out_of_reach(name: str) -> bool:
 
     What the cache has can be used then, and nothing else.
     """
-    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists() and not _answers()
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists() and not answers()
 
 
-def _answers() -> bool:
+def answers() -> bool:
+    """Whether the Hub says anything at all within the time; False with HF_HUB_OFFLINE."""
     from huggingface_hub import constants
 
     return not constants.HF_HUB_OFFLINE and _answered(int(time.monotonic() / KEPT))

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from grupo.errors import ConfigError, GrupoError
-from grupo.export.upload import command, failures, first_line, is_refusal, push, retried
-from grupo.hub import is_out_of_reach
+from grupo.export.upload import check_hub_answers, command, failures, first_line, is_refusal, push, retried
 from grupo.runs.card import TAGS
 
 logger = logging.getLogger("grupo")
@@ -41,8 +40,7 @@ class HubTrainer(Trainer):
         if not self.is_world_process_zero():
             return
         try:
-            if is_out_of_reach(self._repo_name()):
-                raise ConnectionError("the Hub does not answer, or HF_HUB_OFFLINE is set")
+            check_hub_answers()
             super().init_hf_repo(token, private)
         except failures() as error:
             if is_refusal(error):
@@ -71,11 +69,10 @@ class HubTrainer(Trainer):
             kwargs.setdefault("dataset_tags", dataset)
         tags = kwargs.get("tags") or []
         kwargs["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *TAGS]))
+        self.save_model(_internal_call=True)  # whatever becomes of the upload
 
         def upload() -> Any:
-            if self.hub_model_id is None and is_out_of_reach(self._repo_name()):
-                self.save_model(_internal_call=True)
-                raise ConnectionError("the Hub does not answer, or HF_HUB_OFFLINE is set.")
+            check_hub_answers()
             return super(HubTrainer, self).push_to_hub(
                 commit_message, blocking, token=token, revision=revision, private=private, **kwargs
             )
@@ -113,10 +110,12 @@ class HubTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Private in the base class, and called by it after each checkpoint; it must not end the run."""
+        if not self.is_world_process_zero():
+            return
         self._tell_failures()
         if self.hub_model_id is None:
             self.init_hf_repo()
-        if self.hub_model_id is None and self.is_world_process_zero():
+        if self.hub_model_id is None:
             return
         try:
             super()._push_from_checkpoint(checkpoint_folder)

@@ -24,7 +24,7 @@ from grupo.errors import ConfigError
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.folder import RunFolder, fresh_folder
 from grupo.sft import sft_trainer
-from grupo.start import fresh_adapter, quantization, start_model, training_fields, with_start
+from grupo.start import fresh_adapter, has_adapter, quantization, start_model, training_fields, with_start
 from grupo.trainer import GRPOTrainer
 from grupo.trainer_parts import mapping, policy, tokenizer_of
 
@@ -32,12 +32,14 @@ FOLDER = "sft"
 """In the run folder of a GRPO run: the model that the supervised phase has left."""
 SETTINGS, METRICS = "sft.yaml", "sft.jsonl"
 DEFAULTS: dict[str, Any] = {
-    "learning_rate": 1e-4,
-    "num_train_epochs": 1,
+    "num_train_epochs": 2,
     "per_device_train_batch_size": 8,
     "logging_steps": 1,
     "save_strategy": "no",
+    "dataloader_pin_memory": False,  # it only warns without an accelerator, and batches are small
 }
+LEARNING_RATES = {"adapter": 1e-3, "whole model": 2e-5}
+"""By what is trained, where none is set. With 22 steps of the first one SmolLM2-135M takes up a format of tags."""
 SHARED = ("seed", "data_seed", "bf16", "fp16", "use_cpu", "gradient_checkpointing", "report_to", "disable_tqdm")
 """Settings that the supervised phase takes from `training`, unless its own say otherwise."""
 SHOWN = {"loss": "loss {:.3f}", "grad_norm": "gradient norm {:.3f}"}
@@ -160,6 +162,7 @@ class Phase:
 
     def _arguments(self, given: Mapping[str, Any]) -> TrainingArguments:
         shared = {name: getattr(self.config, name) for name in SHARED}
+        shared["learning_rate"] = LEARNING_RATES["adapter" if has_adapter(self.recipe) else "whole model"]
         try:
             return TrainingArguments(
                 output_dir=str(self.config.output_dir), remove_unused_columns=False, **{**shared, **DEFAULTS, **given}

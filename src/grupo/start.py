@@ -21,12 +21,21 @@ def start_model(recipe: Recipe) -> str:
 
 def with_start(recipe: Recipe) -> Recipe:
     """The recipe with `lora: null` where its model is a saved adapter and it asks for no fresh one."""
-    if recipe.model == "default" or "lora" in recipe.model_fields_set:
-        return recipe
-    kwargs = recipe.training.get("model_init_kwargs")
-    if find_adapter(recipe.model, kwargs if isinstance(kwargs, dict) else None) is None:
+    if "lora" in recipe.model_fields_set or not _names_adapter(recipe):
         return recipe
     return recipe.model_copy(update={"lora": None})
+
+
+def has_adapter(recipe: Recipe) -> bool:
+    """Whether an adapter is trained, a fresh or a saved one, and not the whole model."""
+    return recipe.lora is not None or _names_adapter(recipe)
+
+
+def _names_adapter(recipe: Recipe) -> bool:
+    if recipe.model == "default":
+        return False
+    kwargs = recipe.training.get("model_init_kwargs")
+    return find_adapter(recipe.model, kwargs if isinstance(kwargs, dict) else None) is not None
 
 
 def quantization(recipe: Recipe) -> Any:

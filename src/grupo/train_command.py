@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +31,9 @@ from grupo.evals.statistics import paired_difference
 from grupo.models.default_model import HUB_ID
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.card import model_card
-from grupo.runs.checkpoint import last_complete_checkpoint
+from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
-from grupo.runs.folder import fresh_folder, group_record
+from grupo.runs.folder import fresh_folder, group_record, named
 from grupo.sampling import SamplingSpec
 from grupo.sft_command import Phase, prime, primed_folder
 from grupo.start import fresh_adapter, quantization, start_model, training_fields, with_start
@@ -40,7 +41,7 @@ from grupo.trainer import GRPOTrainer
 
 logger = logging.getLogger("grupo")
 
-INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
+INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C; SystemExit brings that of SIGTERM, 143
 
 
 @dataclass
@@ -61,8 +62,19 @@ class Clock:
         return time.perf_counter() - self.started
 
 
-def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bool = False) -> int:
-    """Runs a recipe and returns the exit code: 0 done, 130 interrupted with a usable adapter.
+def train(
+    recipe: Recipe,
+    console: Console,
+    *,
+    resume: bool = False,
+    accept_changes: Sequence[str] = (),
+    dry_run: bool = False,
+) -> int:
+    """Runs a recipe and returns the exit code: 0 done; 130 and 143 ended by Ctrl-C or SIGTERM, with a usable adapter.
+
+    Args:
+        resume: go on from the newest whole checkpoint in the run folder, where there is one.
+        accept_changes: settings that may be others than those of the interrupted run.
 
     Raises:
         ConfigError, DataError: before anything is written, with what to set instead.
@@ -80,7 +92,7 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
     primed = primed_folder(phase) if phase is not None and resume else None
     trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards, primed))
     folder = trainer.run_folder.path
-    checkpoint = trainer.checkpoint_to_resume(resume)
+    checkpoint = _checkpoint(trainer, console, accept_changes) if resume else None
     held_out = _held_out(recipe, trainer, held_out_rows)
     _introduce(console, recipe, trainer, held_out_rows)
     if phase is not None and primed is None:
@@ -89,31 +101,34 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
         if trainer.is_world_process_zero():
             _remove_if_empty(folder)  # the base class has made it
         return 0
-    trainer.open_run_folder(resumed=resume)
+    trainer.open_run_folder(checkpoint)
     before = after = None
-    stopped: KeyboardInterrupt | GrupoError | None = None
+    stopped: KeyboardInterrupt | SystemExit | GrupoError | None = None
     try:
-        if not resume:
+        if checkpoint is None:
             trainer.run_folder.write_text("recipe.yaml", to_yaml(recipe))
         if held_out is not None:
             before = clock.measure("eval_before", lambda: held_out("before"))
             say(console, f"held-out before training: {_shown(before, before.is_accuracy)}")
         clock.measure("training", lambda: _run_training(trainer, console, checkpoint))
-        if resume:
+        if checkpoint is not None:
             # Not before: settings that the checkpoint refuses must not replace those it was made with.
             trainer.run_folder.write_text("recipe.yaml", to_yaml(recipe))
-        if held_out is not None:
-            after = clock.measure("eval_after", lambda: held_out("after"))
     except ConfigError:
         raise  # a checkpoint that these settings do not fit: the model in the folder is the better one
-    except (KeyboardInterrupt, GrupoError) as reason:
-        if resume and not trainer.state.global_step:
+    except (KeyboardInterrupt, SystemExit, GrupoError) as reason:
+        if checkpoint is not None and not trainer.state.global_step:
             raise  # the checkpoint was not loaded yet: again, the model in the folder is the better one
         stopped = reason
         say(console, "\nThe run stops here: saving the model as it is now.")
-    clock.measure("saving", lambda: trainer.save_model(str(folder), _internal_call=True))
+    clock.measure("saving", lambda: _save_model(trainer))
+    if held_out is not None and stopped is None:
+        try:
+            after = clock.measure("eval_after", lambda: held_out("after"))
+        except (KeyboardInterrupt, GrupoError) as reason:
+            stopped = reason
     _warn_without_signal(console, trainer)
-    interrupted = isinstance(stopped, KeyboardInterrupt)
+    interrupted = isinstance(stopped, (KeyboardInterrupt, SystemExit))
     # A weighted reward whose answers all score 0 at the start looks like an accuracy until the second evaluation.
     is_accuracy = all(result.is_accuracy for result in (before, after) if result is not None)
     log = training_log(trainer.run_folder.metrics_file)
@@ -129,29 +144,53 @@ def train(recipe: Recipe, console: Console, *, resume: bool = False, dry_run: bo
     say(console, f"run folder  {escape(str(folder))}")
     if isinstance(stopped, GrupoError):
         raise stopped
+    if isinstance(stopped, SystemExit):
+        return int(str(stopped.code))
     return INTERRUPTED if interrupted else 0
+
+
+def _save_model(trainer: GRPOTrainer) -> None:
+    """The model in the run folder, file by file in place of an earlier one: none is ever cut short.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    folder = trainer.run_folder.path
+    partial = folder / UNFINISHED / "model"
+    with named(folder):
+        trainer.save_model(str(partial), _internal_call=True)
+        if not trainer.args.should_save:
+            return
+        for path in [path for path in partial.rglob("*") if path.is_file()]:
+            target = folder / path.relative_to(partial)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+        shutil.rmtree(folder / UNFINISHED)
+
+
+def _checkpoint(trainer: GRPOTrainer, console: Console, accept_changes: Sequence[str]) -> str | None:
+    """What `--resume` goes on from; None, and a line that says so, before the first checkpoint of a run."""
+    if trainer.has_checkpoint():
+        return trainer.checkpoint_to_resume(True, accept_changes=accept_changes)
+    say(
+        console,
+        f"--resume: {escape(str(trainer.run_folder.path))} has no checkpoint, so the run starts from the beginning.",
+    )
+    return None
 
 
 def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
     """The recipe with a fresh run folder, unless it names one; every step is shown unless it says otherwise.
 
     Raises:
-        ConfigError: there is nothing to resume.
+        ConfigError: a run is to be resumed, and the recipe does not say which.
     """
     folder = recipe.training.get("output_dir")
-    if resume:
-        if folder is None:
-            raise ConfigError(
-                "--resume needs the run to continue: name its own recipe, for example runs/times-tables/recipe.yaml, "
-                "or add --set training.output_dir=FOLDER."
-            )
-        try:
-            last_complete_checkpoint(Path(folder))
-        except ConfigError as error:
-            raise ConfigError(
-                f"--resume: {folder} has no checkpoint. Leave --resume out to start again; with "
-                "training.save_strategy=steps and training.save_steps=10 a run makes a checkpoint every 10 steps."
-            ) from error
+    if resume and folder is None:
+        raise ConfigError(
+            "--resume needs the run to continue: name its own recipe, for example runs/times-tables/recipe.yaml, "
+            "or add --set training.output_dir=FOLDER."
+        )
     if folder is None:
         name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
         folder = str(fresh_folder(Path("runs"), name))

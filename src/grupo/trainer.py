@@ -8,6 +8,8 @@ window is used up, then leave the step's gradients. There is no loss, mask or re
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import logging
 import os
 import time
@@ -16,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -36,7 +37,6 @@ from grupo.data.prompts import (
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.hub_trainer import HubTrainer
 from grupo.metrics import MetricSums, merged
 from grupo.models.adapters import save_adapter, warn_of_vocabulary
 from grupo.models.asked import asked_of
@@ -55,32 +55,27 @@ from grupo.models.load import (
 from grupo.models.memory import default_token_budget
 from grupo.models.reference import ReferencePolicy, reference_policy
 from grupo.records import Sample
+from grupo.resumable import ResumableTrainer
 from grupo.rewards.runner import RewardFunctions
 from grupo.rollout.collect import RolloutCollector, RolloutResult
 from grupo.rollout.deal import deal, even_share
 from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
-from grupo.runs.checkpoint import (
-    Window,
-    check_fingerprint,
-    last_complete_checkpoint,
-    load_state,
-    save_state,
-    unfinished,
-)
 from grupo.runs.completion_table import CompletionTable
-from grupo.runs.folder import RunFolder, manifest
-from grupo.runs.guards import GradientGuard, SamplerCheck
+from grupo.runs.folder import RunFolder
+from grupo.runs.guards import GradientGuard, SamplerCheck, SignalCheck
+from grupo.runs.same_run import rows_hash
+from grupo.runs.state import Window
 from grupo.scoring.scorer import Scorer, dropout_off
 from grupo.scoring.update import PolicyUpdate, UpdateResult
 from grupo.step_plan import StepPlan
 from grupo.trainer_parts import (
-    SIGNAL_FIELDS,
     LastStepIsLogged,
     UnchangedIsTold,
     advantage_settings,
     check_best_metric,
     check_optimizer,
+    compared_settings,
     dataset_length,
     entropy_controller,
     mapping,
@@ -95,12 +90,13 @@ from grupo.trainer_parts import (
     refuse_unsupported,
     reward_runner,
     tokenizer_of,
+    warn_of_rounding,
 )
 
 logger = logging.getLogger("grupo")
 
 
-class GRPOTrainer(HubTrainer):
+class GRPOTrainer(ResumableTrainer):
     """Trains a causal language model with Group Relative Policy Optimization (arXiv:2402.03300).
 
     Takes the keyword arguments of TRL's GRPOTrainer. `trainer.config` is the configuration as it was given;
@@ -213,6 +209,7 @@ class GRPOTrainer(HubTrainer):
             optimizers=optimizers,
         )
         check_optimizer(optimizers[0], self.model, args)
+        warn_of_rounding(self.model, args.learning_rate)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one "
@@ -275,13 +272,7 @@ class GRPOTrainer(HubTrainer):
         """This rank's samples of the coming optimizer step, from the open window or a new one."""
         window, step = divmod(self.state.global_step, self.plan.steps_per_rollout)
         if self._window is None or self._window[0] != window:
-            if step != 0:
-                logger.warning(
-                    "The checkpoint has no rollout for step %d, in the middle of window %d: its prompts are answered "
-                    "again, by the policy as it is now.",
-                    self.state.global_step + 1,
-                    window,
-                )
+            assert step == 0, "a checkpoint in the middle of a window has the window"
             self._window = (window, self._roll_out(model, window))
         return self._window[1][step]
 
@@ -298,10 +289,20 @@ class GRPOTrainer(HubTrainer):
         )
         own_numbers = sorted({number for numbers in dealt for number in numbers})
         samples: dict[int, Sample] = {}
+        scored: dict[int, Sample] = {}
+        beside_rewards = self._scores_beside_rewards()
+
+        def score(unpaid: Mapping[int, Sample], first: int = 0) -> None:
+            """Fills `scored` with the window, of whose last rollout, from number `first` on, rewards may be unknown."""
+            window_samples = {**samples, **{number + first: sample for number, sample in unpaid.items()}}
+            ordered = [window_samples[number] for number in own_numbers]
+            scored.update(zip(own_numbers, self._scored(model, ordered), strict=True))
+
         for index in range(self.plan.rollouts_per_step):
             first = index * self.plan.completions_per_rollout
             numbers = [n - first for n in own_numbers if first <= n < first + self.plan.completions_per_rollout]
             chosen = prompts[index * self.plan.prompts_per_rollout : (index + 1) * self.plan.prompts_per_rollout]
+            is_last = index + 1 == self.plan.rollouts_per_step
             result = self.collector.collect(
                 chosen,
                 numbers,
@@ -311,19 +312,35 @@ class GRPOTrainer(HubTrainer):
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(self.state),
                 refill=refill(self.config, self.prompt_stream),
+                meanwhile=functools.partial(score, first=first) if is_last and beside_rewards else None,
             )
             self._record_rollout(result)
             samples.update({number + first: sample for number, sample in result.samples.items()})
+        if not beside_rewards:
+            score({})
+        by_number = {
+            number: dataclasses.replace(
+                samples[number],
+                old_logprobs=scored[number].old_logprobs,
+                reference_logprobs=scored[number].reference_logprobs,
+            )
+            for number in own_numbers
+        }
+        return [[by_number[number] for number in numbers] for numbers in dealt]
+
+    def _scored(self, model: nn.Module, samples: Sequence[Sample]) -> list[Sample]:
         started = time.perf_counter()
         scored = self.policy_update.score_window(
-            model,
-            [samples[number] for number in own_numbers],
-            with_old=self.plan.steps_per_rollout > 1,
-            reference=self.reference,
+            model, samples, with_old=self.plan.steps_per_rollout > 1, reference=self.reference
         )
         self._spend("scoring", time.perf_counter() - started)
-        by_number = dict(zip(own_numbers, scored, strict=True))
-        return [[by_number[number] for number in numbers] for numbers in dealt]
+        return scored
+
+    def _scores_beside_rewards(self) -> bool:
+        """Not where rewards decide what is scored at all."""
+        is_scored = self.plan.steps_per_rollout > 1 or self.reference is not None
+        is_chosen = self.config.dynamic_sampling or self.config.num_generations_trained is not None
+        return is_scored and not is_chosen and self.rewards.some_run_beside_scoring
 
     def take_reference(self) -> None:
         """Makes the policy as it is now the one that the KL term holds on to, unless that is the base model."""
@@ -465,14 +482,25 @@ class GRPOTrainer(HubTrainer):
 
     # ---- logging -----------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As `transformers.Trainer.train`; opens the run folder first.
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        *args: Any,
+        accept_changes: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> Any:
+        """As `transformers.Trainer.train`; opens the run folder first. Ctrl-C and SIGTERM end it behind a checkpoint.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder, or True for the newest one in `output_dir` that is complete.
+            resume_from_checkpoint: a checkpoint's folder, or True for the newest one in `output_dir` that is whole.
+            accept_changes: settings that a resumed run may have otherwise than the one that was interrupted.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or it belongs to another run.
+            KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM, after the running step and its checkpoint.
         """
-        checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
-        self.open_run_folder(resumed=checkpoint is not None)
+        checkpoint = self.checkpoint_to_resume(resume_from_checkpoint, accept_changes=accept_changes)
+        self.open_run_folder(checkpoint)
         if not self.told_plan:
             self.told_plan = True
             # Without any logging set-up only warnings are seen, and what was raised or is dropped must be.
@@ -488,64 +516,9 @@ class GRPOTrainer(HubTrainer):
         self._start_guards()
         self._metrics.clear()
         try:
-            return super().train(checkpoint, *args, **kwargs)
+            return self._train_to_the_end(checkpoint, *args, **kwargs)
         finally:
             self.run_folder.is_open = False
-
-    def checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
-        """The checkpoint that a run goes on from, checked; None for a fresh run.
-
-        Args:
-            wanted: as in `train`.
-
-        Raises:
-            ConfigError: there is none, it is damaged, or it belongs to a run with other settings.
-        """
-        if not wanted:
-            return None
-        folder = last_complete_checkpoint(Path(self.args.output_dir)) if wanted is True else Path(wanted)
-        missing = unfinished(folder)
-        if missing:
-            raise ConfigError(
-                f"The checkpoint {folder} cannot be resumed from: {', '.join(missing)} missing, empty or cut short. It "
-                "is no checkpoint, was not written to its end, or was made with save_only_model=True."
-            )
-        self._checkpoint_state(folder)
-        return str(folder)
-
-    def _checkpoint_state(self, folder: Path) -> dict[str, Any] | None:
-        """What this process saved in a checkpoint, of a run with the same settings; None where there is nothing."""
-        state = load_state(folder, rank=self.args.process_index, world_size=self.args.world_size)
-        if state is not None:
-            check_fingerprint(folder, state.get("fingerprint", {}), self._fingerprint())
-        return state
-
-    def open_run_folder(self, *, resumed: bool = False) -> None:
-        """Moves an earlier run aside and writes the manifest. `train` calls it, unless it was called before."""
-        if self.run_folder.is_open:
-            return
-        self.run_folder.open(resumed=resumed)
-        if not resumed:
-            self.run_folder.write_json(
-                "manifest.json",
-                manifest(
-                    seed=self.config.seed,
-                    model=self.model,
-                    model_name=name_of(self.model),
-                    plan=self.plan.describe(),
-                    trainable_parameters=self.trainable_parameters,
-                    parameters=self.total_parameters,
-                    quantization=quantization(self.model),
-                    micro_batch_tokens=self.policy_update.token_budget,
-                    start=self.model_argument,
-                    reference_policy=None if self.reference is None else self.reference.says,
-                ),
-            )
-        elif self.config.micro_batch_tokens is None:
-            # Free memory may be another now; the run goes on as it was.
-            self.policy_update.token_budget = self.run_folder.read_json("manifest.json").get(
-                "micro_batch_tokens", self.policy_update.token_budget
-            )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log to a training log, and writes every log to `metrics.jsonl`."""
@@ -565,6 +538,8 @@ class GRPOTrainer(HubTrainer):
     def _record_rollout(self, result: RolloutResult) -> None:
         self.state.num_input_tokens_seen += result.tokens
         self._metrics.merge(result.metrics)
+        if self.is_world_process_zero():
+            self.signal_check.check(result.metrics)
         for name, value in self.prompt_stream.report(result.outcomes).items():
             self._metrics.add(name, value)
         self._spend("generating", result.seconds_generating)
@@ -611,57 +586,72 @@ class GRPOTrainer(HubTrainer):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Private in the base class, but `on_save` fires only after rotation and upload: too late to add a file."""
-        save_state(
-            Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}",
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
-            window=self._window,
-            fingerprint=self._fingerprint(),
-            entropy_controller=None if self.entropy_controller is None else self.entropy_controller.state_dict(),
-            reference=self.reference.state_dict() if self.reference and self.config.sync_ref_model else None,
-            prompt_stream=self.prompt_stream.state_dict(),
-        )
-        super()._save_checkpoint(model, trial)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Private in the base class, but no public method learns which checkpoint a run goes on from."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        self.run_folder.cut_back(self.state.global_step)
-        state = self._checkpoint_state(Path(checkpoint))
-        if state is None:
-            self.prompt_stream.load_state_dict(None)
-            return
-        self.prompt_stream.load_state_dict(state.get("prompt_stream"))
-        self._window = state["window"]
-        if self.entropy_controller is not None and state["entropy_controller"] is not None:
-            self.entropy_controller.load_state_dict(state["entropy_controller"])
-        if self.reference is not None and state["reference"] is not None:
-            self.reference.load_state_dict(state["reference"])
-
-    def _fingerprint(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to be the run that was interrupted."""
+    def run_settings(self) -> dict[str, Any]:
         return {
-            "per_device_train_batch_size": self.plan.micro_batch_size,
-            "gradient_accumulation_steps": self.plan.gradient_accumulation_steps,
-            "steps_per_generation": self.plan.steps_per_generation,
-            "num_iterations": self.plan.num_iterations,
-            "num_generations": self.plan.num_generations,
-            "prompts": len(self.train_rows),
-            "seed": self.config.seed,
-            "data_seed": self.config.resolved_data_seed,
-            "temperature": self.config.training_temperature,
-            "beta": self.config.beta,
-            "reference_policy": self.config.reference_policy,
-            "optim": getattr(self.config.optim, "value", self.config.optim),
+            **compared_settings(self.config, self.plan),
             **adapter_settings(self.model),
             "parameters": self.total_parameters,
             "trainable_parameters": self.trainable_parameters,
-            **{name: getattr(self.config, name) for name in SIGNAL_FIELDS},
+            "model": self.hash_of_start(),
+            "prompts": len(self.train_rows),
+            "dataset": self._hash_of_rows,
+            "rewards": self.rewards.identities,
         }
+
+    def about_run(self) -> dict[str, Any]:
+        return {
+            "seed": self.config.seed,
+            "model_name": name_of(self.model),
+            "plan": self.plan.describe(),
+            "trainable_parameters": self.trainable_parameters,
+            "parameters": self.total_parameters,
+            "quantization": quantization(self.model),
+            "micro_batch_tokens": self.policy_update.token_budget,
+            "start": self.model_argument,
+            "reference_policy": None if self.reference is None else self.reference.says,
+        }
+
+    @functools.cached_property
+    def _hash_of_rows(self) -> str:
+        return rows_hash(self.train_rows)
+
+    def steps_per_epoch(self) -> int:
+        assert self.plan.steps_per_epoch is not None
+        return self.plan.steps_per_epoch
+
+    def run_state(self) -> dict[str, Any]:
+        # That of a fresh adapter may begin anew at random, that of a whole model is the model that the run began with.
+        keeps_reference = self.reference is not None and (
+            self.config.sync_ref_model or hasattr(self.model, "peft_config")
+        )
+        return {
+            "window": self._window,
+            "prompt_stream": self.prompt_stream.state_dict(),
+            "entropy_controller": None if self.entropy_controller is None else self.entropy_controller.state_dict(),
+            "reference": self.reference.state_dict() if self.reference is not None and keeps_reference else None,
+            "metrics": dataclasses.asdict(self._metrics),
+            "seconds": dict(self.seconds),
+            "guards": [guard.in_a_row for guard in self._guards()],
+            "micro_batch_tokens": self.policy_update.token_budget,
+            "engine_copies": self.engine.copies if isinstance(self.engine, LocalEngine) else None,
+        }
+
+    def load_run_state(self, state: dict[str, Any]) -> None:
+        self._window = state["window"]
+        self.prompt_stream.load_state_dict(state["prompt_stream"])
+        if self.entropy_controller is not None:
+            self.entropy_controller.load_state_dict(state["entropy_controller"])
+        if self.reference is not None and state["reference"] is not None:
+            self.reference.load_state_dict(state["reference"])
+        self._metrics = MetricSums(**state["metrics"])
+        self.seconds = dict(state["seconds"])
+        for guard, in_a_row in zip(self._guards(), state["guards"], strict=True):
+            guard.in_a_row = in_a_row
+        if self.config.micro_batch_tokens is None:
+            # Free memory may be another now; the run goes on as it was.
+            self.policy_update.token_budget = state["micro_batch_tokens"]
+        if isinstance(self.engine, LocalEngine):
+            self.engine.copies = state["engine_copies"]
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -711,6 +701,10 @@ class GRPOTrainer(HubTrainer):
         self.sampler_check = SamplerCheck(
             warn_above=self.config.logprob_gap_warn, stop_above=self.config.logprob_gap_stop
         )
+        self.signal_check = SignalCheck(max_completion_length=self.config.sampling_spec().max_new_tokens)
+
+    def _guards(self) -> tuple[Any, ...]:
+        return self.gradient_guard, self.sampler_check, self.signal_check
 
     def _prepare_checkpointing(self) -> None:
         """Re-entrant checkpointing sees no input that needs a gradient when only adapters are trained."""
@@ -718,6 +712,3 @@ class GRPOTrainer(HubTrainer):
             embeddings = self.model.get_input_embeddings()
             if not any(parameter.requires_grad for parameter in embeddings.parameters()):
                 self.model.enable_input_require_grads()
-
-    def _all_gather(self, item: Any) -> list[Any]:
-        return list(gather_object([item])) if self.args.world_size > 1 else [item]

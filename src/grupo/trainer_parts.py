@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from grupo.algo.entropy import EntropyController
@@ -24,15 +27,13 @@ from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.model import with_reward_models
 from grupo.rewards.runner import RewardFunctions, RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
+from grupo.runs.same_run import FREE
 from grupo.step_plan import StepPlan
 
 logger = logging.getLogger("grupo")
 
-SIGNAL_FIELDS = (
-    *("dynamic_sampling", "dynamic_sampling_max_rounds", "num_generations_trained", "curriculum_column"),
-    *("curriculum_threshold", "curriculum_window", "curriculum_success_reward"),
-)
-"""Settings that decide which prompts are drawn and which of their completions are trained on."""
+STEADY_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
+"""Learning rates that do not depend on how many steps the run will have."""
 
 
 class LastStepIsLogged(TrainerCallback):
@@ -63,6 +64,7 @@ def one_item_per_step(config: GRPOConfig, asked: Asked) -> GRPOConfig:
     assert isinstance(args, _StepArguments)
     args.users_gradient_accumulation_steps = config.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
+    args.enable_jit_checkpoint = False  # every SIGTERM saves a checkpoint
     if asked.checkpointing is not None:
         _set_checkpointing(args, asked)
     return args
@@ -127,6 +129,8 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
             "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
             "given. Pass the model's name, or load it with these arguments yourself."
         )
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is {type(model).__name__}; give a causal language model, or the name or path of one.")
     check_causal(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config, revision=(mapping(config.model_init_kwargs) or {}).get("revision"))
@@ -177,6 +181,22 @@ def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
             f"The optimizer in `optimizers` lacks {missing} of the model's {len(trainable)} trainable parameters, "
             "which would never move. Make it from the model that is trained, after its adapter was added; freeze what "
             "is not to be trained with requires_grad_(False)."
+        )
+
+
+def warn_of_rounding(model: Any, learning_rate: float) -> None:
+    """A step of AdamW is about `learning_rate` in size, and less than half of a weight's last place is rounded away."""
+    low = [p.detach() for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    total = sum(parameter.numel() for parameter in low)
+    lost = sum(int((p.abs() * (torch.finfo(p.dtype).eps / 4) > learning_rate).sum()) for p in low)
+    if 2 * lost > total:
+        logger.warning(
+            "%.0f%% of the trained weights are kept in %s, in which a step of learning_rate=%g is rounded away: they "
+            "will not move. Load the model in float32 (bf16=True computes in bfloat16 all the same), or train an "
+            "adapter.",
+            100 * lost / total,
+            str(low[0].dtype).removeprefix("torch."),
+            learning_rate,
         )
 
 
@@ -282,6 +302,31 @@ def entropy_controller(config: GRPOConfig) -> EntropyController | None:
         minimum=config.entropy_coef_min,
         maximum=config.entropy_coef_max,
     )
+
+
+def compared_settings(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
+    """Name -> plain value of the settings that a resumed run shares with the one that was interrupted."""
+    fields = (field.name for field in dataclasses.fields(config) if field.name not in FREE)
+    settings = {
+        **{name: _plain(getattr(config, name)) for name in fields},
+        "temperature": config.training_temperature,
+        "data_seed": config.resolved_data_seed,
+        "reward_weights": config.reward_weights,
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "steps_per_generation": plan.steps_per_generation,
+    }
+    is_steady = settings["lr_scheduler_type"] in STEADY_SCHEDULES and not 0 < config.warmup_steps < 1
+    return settings if is_steady else {**settings, "steps": plan.total_steps(config.num_train_epochs, config.max_steps)}
+
+
+def _plain(value: Any) -> Any:
+    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def check_best_metric(config: GRPOConfig, eval_dataset: Any) -> None:

@@ -20,8 +20,10 @@ from grupo.rewards.answers import (
     extract_boxed,
     gold_number,
     last_number,
+    number_alone,
     shown_value,
 )
+from grupo.rewards.format import block_content
 
 LAST_NUMBERS = [
     ("7 * 8 = 56", 56),
@@ -48,6 +50,12 @@ LAST_NUMBERS = [
     ("1.5e3", 1500),
     ("50%", 50),
     ("25 cm\u00b2", 25),
+    ("25 cm^2.", 25),
+    (r"25\text{ cm}^{2}", 25),
+    ("25 m2", 25),
+    ("25 in 2", 2),
+    ("2½ cups", Fraction(5, 2)),
+    ("1\u20442", Fraction(1, 2)),
     ("90^\\circ", 90),
     ("Of 176 ... Final Answer: **58**", 58),
     ("first 12, then 7.", 7),
@@ -65,6 +73,25 @@ LAST_NUMBERS = [
     ("4\u00ad2\u2069", 42),
     ("12345 678", 678),
     ("page 5 1000", 1000),
+    ("5 million", 5 * 10**6),
+    ("It costs $2.5 million.", 2_500_000),
+    ("a 5-million dollar house", 5 * 10**6),
+    (r"5\text{ million}", 5 * 10**6),
+    ("**5** Million people", 5 * 10**6),
+    ("3 hundred thousand", 300_000),
+    ("3/4 billion", 750_000_000),
+    ("2 dozen eggs", 24),
+    ("5 dozens.", 60),
+    ("5 trillion", 5 * 10**12),
+    ("5 percent", 5),
+    ("5 thousandths", 5),
+    ("3 hundred-dollar bills", 3),
+    ("It is 5.\nMillions of them", 5),
+    ("1/2 or 0.5", Fraction(1, 2)),
+    ("5 million, or 5,000,000", 5 * 10**6),
+    ("3 or 4, say 3", 3),
+    ("for 7 apples", 7),
+    ("2 red or blue balls, so 7", 7),
 ]
 
 
@@ -103,7 +130,19 @@ def test_last_number(text: str, number: Fraction | int) -> None:
         r"2\pi",
         "2\u03c0",
         "5\u00b2",
+        "5^2",
+        "5 x^2",
+        "5 and a half.",
         "9" * 2000,
+        "5 or 7",
+        "5 apples, or maybe 7",
+        "The answer is $2$ or $5$.",
+        "x = 5 or x = 7",
+        r"5\text{ or }7",
+        "5% or 7%",
+        "5 or 7 or 7",
+        "5 million or 5",
+        " or ".join("1" * 5000),
     ],
 )
 def test_what_only_looks_like_a_number_is_none_and_never_an_earlier_or_partial_number(text: str) -> None:
@@ -177,7 +216,8 @@ def test_a_box_decides_over_numbers_in_the_text() -> None:
         (r"\boxed{ }", "boxed", None),
         ("<answer>4</answer><answer> 5\n</answer>", "tag", "5"),
         ("<answer>4<answer>5</answer></answer>", "tag", "5"),
-        ("<answer>5</answer> <answer>6", "tag", "5"),
+        ("<answer>5</answer> <answer>6", "tag", None),
+        ("<answer>5</answer> of 6</answer>", "tag", "5"),
         ("</answer><answer>5", "tag", None),
         ("<answer></answer>", "tag", None),
         ("48 = 72\n#### 72\nDone.", "hash", "72"),
@@ -210,7 +250,7 @@ def test_what_no_source_but_the_last_number_finds(text: str) -> None:
 
 
 def test_the_order_of_the_sources_decides() -> None:
-    text = r"<answer>1</answer> #### 2" + "\nThe answer is 3. \\boxed{4} or 5"
+    text = r"<answer>1</answer> #### 2" + "\nThe answer is 3. \\boxed{4}, of 5"
     orders = {"boxed": "4", "tag": "1", "hash": "2", "phrase": "3", "last_number": "5"}
     for first, answer in orders.items():
         others = [source for source in orders if source != first]
@@ -258,6 +298,38 @@ def test_the_last_number_is_found_from_the_end_as_from_the_start(text: str) -> N
     """What stands before and behind the last number does not change it, once it cannot be part of it."""
     assert last_number("12 apples; " + text) == last_number(text) or not any(map(str.isdigit, text))
     assert last_number(text + " " + "w" * 50) == last_number(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("72", 72),
+        ("72 apples", 72),
+        ("x = 72", 72),
+        (r"\$5 \text{ million}", 5 * 10**6),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"2\frac{3}{4}", Fraction(11, 4)),
+        (r"-\dfrac{3}{4}", Fraction(-3, 4)),
+        ("6 * 12", None),
+        ("12*7", None),
+        (r"\frac{24}{8}", None),
+        (r"6 \times 10^3", None),
+        (r"2\pi", None),
+        ("5 or 7", None),
+        ("we need 72", None),
+        ("x", None),
+        ("", None),
+    ],
+)
+def test_a_number_alone_needs_no_computation(text: str, number: object) -> None:
+    assert number_alone(text) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["<answer>5</answer> <answer>6", "<answer>4</answer><answer> 5\n</answer>", "a", "<answer>5"]
+)
+def test_the_last_block_is_the_same_for_extractions_and_formats(text: str) -> None:
+    assert Extraction(("tag",)).find(text).answer == block_content(text, "answer")
 
 
 @pytest.mark.parametrize(

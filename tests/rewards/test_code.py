@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 
 from grupo.errors import ConfigError
 from grupo.rewards import RewardRunner, code_reward, extract_code, sandbox
-from grupo.rewards.code import (
-    AssertTest,
-    FunctionTest,
-    OutputTest,
-    ScriptTest,
-    judge_code,
-    read_tests,
-    same_value,
-)
+from grupo.rewards.code import judge_code
+from grupo.rewards.code_tests import AssertTest, FunctionTest, OutputTest, ScriptTest, read_tests, same_value
 from grupo.rewards.sandbox import Limits
 
 ADD = [{"function": "add", "args": [2, 3], "expected": 5}, {"function": "add", "args": [-1, 1], "expected": 0}]

@@ -72,6 +72,14 @@ def are_same(first: str, second: str) -> bool:
         (r"1, 2 \text{ and } 3", "3, 2, 1"),
         ("2 or 5", r"\{2, 5\}"),
         ("1, 2, and 3", "1,2,3"),
+        ("5 million", "5000000"),
+        (r"\$5 \text{ million}", "5 million dollars"),
+        ("5 million square miles", "5000000 square miles"),
+        (r"\frac{5}{2} thousand", "2500"),
+        ("1 1/2 dozen", "18 eggs"),
+        ("3 hundred thousand", "3*10^5"),
+        ("50 percent", r"50\%"),
+        ("5 Hundreds", "500"),
     ],
 )
 def test_same_values(first: str, second: str) -> None:
@@ -116,6 +124,11 @@ def test_same_values(first: str, second: str) -> None:
         ("$5 and $6", "5"),
         ("sandy", "s, y"),
         ("5 and a half", "5"),
+        ("5 million", "5"),
+        ("5 million", "5 billion"),
+        ("2 dozen eggs", "2 eggs"),
+        ("5 million^2", "5000000"),
+        (r"\$5 \text{ million}", "5000000 euros"),
     ],
 )
 def test_different_values(first: str, second: str) -> None:

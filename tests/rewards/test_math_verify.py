@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards import RewardRunner, math_accuracy
+from grupo.rewards import RewardRunner, check_rewards, math_accuracy, reward_from
 from grupo.rewards.agreement import Difference, disagreement
 from grupo.rewards.symbolic import MathVerify
 from grupo.rewards.values import NumericCheck, same_values
+from grupo.rewards.verifiers import Decision, GoldVerifier, Verdict
 from rewards import test_math as tables
 
 pytest.importorskip("math_verify")
@@ -36,6 +37,15 @@ def verifier() -> Iterator[MathVerify]:
     verifier.judge_all([r"\boxed{x+1}", r"\boxed{y+1}"], ["1+x", "1+y"])
     yield verifier
     verifier.close()
+
+
+def decided(*verdicts: Verdict) -> list[bool | None]:
+    """True for right, False for wrong, None for undecided."""
+    return [{"right": True, "wrong": False, "undecided": None}[verdict.decision] for verdict in verdicts]
+
+
+def judged(verifier: GoldVerifier, text: str, gold: Any) -> bool | None:
+    return decided(verifier.judge(text, gold))[0]
 
 
 def boxed(answer: str) -> str:
@@ -80,8 +90,8 @@ FORMULAS: list[tuple[str, str, bool, bool | None]] = [
 
 @pytest.mark.parametrize(("answer", "gold", "by_math_verify", "by_values"), FORMULAS)
 def test_formulas(verifier: MathVerify, answer: str, gold: str, by_math_verify: bool, by_values: bool | None) -> None:
-    assert verifier.judge(boxed(answer), gold) is by_math_verify
-    assert NumericCheck().judge(boxed(answer), gold) is by_values
+    assert judged(verifier, boxed(answer), gold) is by_math_verify
+    assert judged(NumericCheck(), boxed(answer), gold) is by_values
     assert same_values(gold, answer) is by_values, "symmetric"
 
 
@@ -89,9 +99,9 @@ def test_formulas(verifier: MathVerify, answer: str, gold: str, by_math_verify: 
     ("completion", "gold", "reward"), tables.NESTED + tables.SEPARATORS + tables.WRAPPERS + tables.GOLDS
 )
 def test_what_the_exact_stage_decides_stays(verifier: MathVerify, completion: Any, gold: Any, reward: float) -> None:
-    right = verifier.judge(completion or "", gold)
+    right = judged(verifier, completion or "", gold)
     assert right == (None if reward is None else bool(reward))
-    assert NumericCheck().judge(completion or "", gold) in (None, right)
+    assert judged(NumericCheck(), completion or "", gold) in (None, right)
 
 
 # Answers that try to be several at once, or that a lenient parser reads as the gold (always the second entry)
@@ -127,8 +137,8 @@ HEDGES = [
 
 @pytest.mark.parametrize(("answer", "gold"), HEDGES)
 def test_wrong_answers_stay_wrong(verifier: MathVerify, answer: str, gold: str) -> None:
-    assert verifier.judge(boxed(answer), gold) is False
-    assert NumericCheck().judge(boxed(answer), gold) is not True
+    assert judged(verifier, boxed(answer), gold) is False
+    assert judged(NumericCheck(), boxed(answer), gold) is not True
 
 
 @pytest.mark.parametrize(
@@ -144,7 +154,7 @@ def test_wrong_answers_stay_wrong(verifier: MathVerify, answer: str, gold: str) 
 )
 def test_rounded_numbers_and_percentages(verifier: MathVerify, answer: str, gold: str, right: bool) -> None:
     """math-verify compares decimals at six places."""
-    assert verifier.judge(boxed(answer), gold) is right
+    assert judged(verifier, boxed(answer), gold) is right
 
 
 BOMBS = {
@@ -173,27 +183,27 @@ BOMBS = {
 def test_absurd_answers_are_wrong_in_time(verifier: MathVerify, answer: str) -> None:
     gold = "x+7"
     started = time.monotonic()
-    assert verifier.judge(boxed(answer), gold) is False
+    assert judged(verifier, boxed(answer), gold) is False
     assert time.monotonic() - started < LIMIT + 1
     started = time.monotonic()
-    assert NumericCheck().judge(boxed(answer), gold) is not True
+    assert judged(NumericCheck(), boxed(answer), gold) is not True
     assert time.monotonic() - started < 1
 
 
 def test_a_gold_that_cannot_be_evaluated_pays_nothing(verifier: MathVerify) -> None:
     before = verifier.gave_up["timeout"]
-    assert verifier.judge(boxed("x+5"), r"\sin(9^{9^{9^{9}}})+x") is False
+    assert judged(verifier, boxed("x+5"), r"\sin(9^{9^{9^{9}}})+x") is False
     assert verifier.gave_up["timeout"] in (before, before + 1)
 
 
 def test_absurd_answers_cost_no_neighbour_its_score(verifier: MathVerify) -> None:
     texts = [boxed("1+x"), boxed(BOMBS["power"] + "+x"), boxed("x+1"), boxed("x+2")] * 8
-    assert verifier.judge_all(texts, ["x+1"] * 32) == [True, False, True, False] * 8
+    assert decided(*verifier.judge_all(texts, ["x+1"] * 32)) == [True, False, True, False] * 8
 
 
 def test_equal_questions_are_asked_once(verifier: MathVerify) -> None:
     started = time.monotonic()
-    assert verifier.judge_all([boxed("(x+1)^{99999999}")] * 64, ["x+7"] * 64) == [False] * 64
+    assert decided(*verifier.judge_all([boxed("(x+1)^{99999999}")] * 64, ["x+7"] * 64)) == [False] * 64
     assert time.monotonic() - started < LIMIT + 1
 
 
@@ -203,14 +213,14 @@ EXPECTED = [right for _, _, right, _ in FORMULAS]
 
 
 def judge_in_child(verifier: MathVerify, connection: Any) -> None:
-    connection.send(verifier.judge_all(EXAMPLES, GOLDS))
+    connection.send(decided(*verifier.judge_all(EXAMPLES, GOLDS)))
     verifier.close()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_same_in_a_child_process(verifier: MathVerify, method: str) -> None:
-    assert verifier.judge_all(EXAMPLES, GOLDS) == EXPECTED
+    assert decided(*verifier.judge_all(EXAMPLES, GOLDS)) == EXPECTED
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     child = context.Process(target=judge_in_child, args=(verifier, theirs), daemon=True)
@@ -218,19 +228,21 @@ def test_the_same_in_a_child_process(verifier: MathVerify, method: str) -> None:
     assert ours.poll(60) and ours.recv() == EXPECTED
     child.join(20)
     assert child.exitcode == 0
-    assert verifier.judge_all(EXAMPLES, GOLDS) == EXPECTED
+    assert decided(*verifier.judge_all(EXAMPLES, GOLDS)) == EXPECTED
 
 
 def test_the_same_in_threads_and_on_an_event_loop(verifier: MathVerify) -> None:
     results: list[Any] = []
-    threads = [threading.Thread(target=lambda: results.append(verifier.judge_all(EXAMPLES, GOLDS))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(decided(*verifier.judge_all(EXAMPLES, GOLDS)))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
     async def on_loop() -> list[bool | None]:
-        return verifier.judge_all(EXAMPLES, GOLDS)
+        return decided(*verifier.judge_all(EXAMPLES, GOLDS))
 
     assert [*results, asyncio.run(on_loop())] == [EXPECTED] * 5
 
@@ -289,8 +301,7 @@ LATEX = st.text("x12.,+-^_{}()[]\\!|=%$ √π²é\U0001f600", max_size=30) | st.
 @settings(max_examples=60, deadline=None)
 @given(answers=st.lists(LATEX | st.text(max_size=30), min_size=1, max_size=8), gold=LATEX)
 def test_never_an_exception_and_never_a_point_for_nothing(verifier: MathVerify, answers: list[str], gold: str) -> None:
-    verdicts = verifier.judge_all([*(boxed(answer) for answer in answers), ""], [gold] * (len(answers) + 1))
-    assert set(verdicts) <= {True, False, None}
+    verdicts = decided(*verifier.judge_all([*(boxed(answer) for answer in answers), ""], [gold] * (len(answers) + 1)))
     assert verdicts[-1] is not True
 
 
@@ -298,7 +309,7 @@ def test_never_an_exception_and_never_a_point_for_nothing(verifier: MathVerify, 
 @given(answer=LATEX | st.text(max_size=40), gold=LATEX)
 def test_values_never_raise_and_are_symmetric(answer: str, gold: str) -> None:
     assert same_values(answer, gold) is same_values(gold, answer)
-    assert NumericCheck().judge("", gold) is not True
+    assert judged(NumericCheck(), "", gold) is not True
     assert same_values(answer, answer) is not False
 
 
@@ -338,22 +349,28 @@ def test_values(a: str, b: str, same: bool | None) -> None:
 # Two verifiers -------------------------------------------------------------------------------------------------------
 
 
-class Says:
-    def __init__(self, *verdicts: bool | None) -> None:
-        self.verdicts = list(verdicts)
+class Says(GoldVerifier):
+    needs = "Anything will do."
 
-    def judge(self, text: str, gold: Any) -> bool | None:
-        return self.verdicts.pop(0)
+    def __init__(self, *decisions: Decision) -> None:
+        super().__init__("says", "answer")
+        self.decisions = list(decisions)
+
+    def can_read(self, gold: Any) -> bool:
+        return True
+
+    def judge(self, text: str, gold: Any) -> Verdict:
+        return Verdict(self.decisions.pop(0), "")
 
 
 def test_disagreement_counts_what_both_decided() -> None:
-    found = disagreement(
-        Says(True, False, None, True, True), Says(True, True, True, None, True), list("abcde"), range(5)
-    )
+    one = Says("right", "wrong", "undecided", "right", "right")
+    other = Says("right", "right", "right", "undecided", "right")
+    found = disagreement(one, other, list("abcde"), range(5))
     assert (found.total, found.compared) == (5, 3)
     assert found.rate == pytest.approx(1 / 3)
     assert found.differences == (Difference(1, "b", 1, False, True),)
-    nothing = disagreement(Says(None), Says(True), ["a"], ["b"])
+    nothing = disagreement(Says("undecided"), Says("right"), ["a"], ["b"])
     assert math.isnan(nothing.rate)
     with pytest.raises(RewardError, match="2 gold answers for 1 completions"):
         disagreement(Says(), Says(), ["a"], ["b", "c"])
@@ -369,6 +386,25 @@ def test_disagreement_of_the_two_on_formulas(verifier: MathVerify) -> None:
     assert [difference.gold for difference in found.differences] == ["x", "n = 9 + 4n^2"]
     (rounded,) = disagreement(verifier, NumericCheck(), [boxed("0.333333")], [r"\frac13"]).differences
     assert rounded.verdict_a and not rounded.verdict_b
+
+
+def test_both_are_verifiers_as_rewards_and_checks_take_them(verifier: MathVerify) -> None:
+    completions, golds = (
+        [boxed("1+x"), boxed("x+2"), "", boxed("x+1"), boxed("58 cm")],
+        ["x+1", "x+1", "x+1", None, "58"],
+    )
+    with pytest.warns(UserWarning, match="math_verify cannot read 1 of 5 gold answers"):
+        assert reward_from(verifier, right=1.0)(completions, answer=golds) == [1.0, 0.0, 0.0, None, 1.0]
+    with pytest.warns(UserWarning, match="numeric_check cannot read 1 of 5 gold answers"):
+        assert reward_from(NumericCheck(), right=1.0)(completions, answer=golds) == [1.0, 0.0, 0.0, None, None]
+    rows = [{"prompt": f"q{place}", "answer": str(40 + place)} for place in range(8)]
+    assert check_rewards(math_accuracy(), rows, verifiers=[verifier, NumericCheck()]).faults == ()
+
+    def mentions(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
+
+    faults = check_rewards(mentions, rows, verifiers=[NumericCheck()]).faults
+    assert ("verifiers-disagree", "mentions + numeric_check") in [(fault.name, fault.reward) for fault in faults]
 
 
 def test_the_examples_of_the_page_run() -> None:

@@ -172,17 +172,7 @@ class AdaptiveStream(PromptStream):
             state |= {"unlocked": self.curriculum.unlocked, "recent": list(self.curriculum.recent)}
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """
-        Raises:
-            ConfigError: there is no state, so the prompts that were drawn are not known.
-        """
-        if not state:
-            raise ConfigError(
-                "The checkpoint does not say which prompts were drawn (its grupo_state files are missing), and with "
-                "dynamic_sampling or a curriculum nothing else does. Resume from another checkpoint, or start a new "
-                "run from the saved model."
-            )
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._position, self._draws = state["epoch"], state["position"], state["draws"]
         if self.curriculum is not None:
             self.curriculum.unlocked, self.curriculum.recent = state["unlocked"], list(state["recent"])

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
 from grupo.chat_templates import fitting_templates
 from grupo.errors import DataError, UnsupportedError
 from grupo.records import Prompt
@@ -57,14 +59,16 @@ class TokenizedRow:
 class PromptTokenizer:
     """Turns the `prompt` of a row, text or messages, into token ids.
 
-    Text is tokenised with the tokenizer's own special tokens, messages through its chat template with the generation
-    prompt; the template alone decides about special tokens there. A text that already starts with the BOS text gets one
-    BOS, not two.
+    Text is tokenised with the tokenizer's own special tokens, without an EOS that it puts at the end of every text;
+    messages go through its chat template with the generation prompt, and the template alone decides about special
+    tokens there. A text that already starts with the BOS text gets one BOS, not two.
     """
 
     def __init__(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        # Behind an end of its prompt a model would begin something new.
+        self._adds_eos = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
         self._told_about_bos = False
         self._told_about_answers = False
 
@@ -115,6 +119,8 @@ class PromptTokenizer:
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         ids = list(self.tokenizer(text)["input_ids"])
+        if self._adds_eos:
+            ids.pop()
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
@@ -136,7 +142,11 @@ class PromptTokenizer:
                 "this tokenizer. Or use the tokenizer of an instruct model, or give prompts as plain text."
             )
         encoded = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            # A dataset gives all messages the same keys, None where one has no value; templates may ask for keys alone.
+            [
+                {key: value for key, value in message.items() if value is not None or key == "content"}
+                for message in messages
+            ],
             add_generation_prompt=add_generation_prompt,
             tokenize=True,
             return_dict=True,
@@ -155,7 +165,10 @@ def _only_text(answer: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plain_rows(dataset: Any) -> Any:
-    """A pandas table as a list of rows, with None where a value is missing; anything else as it is."""
+    """A pandas table as a list of rows, with None where a value is missing, and a dataset that gives its rows as tables
+    as one that gives them as dicts; anything else as it is."""
+    if getattr(dataset, "format", None) and dataset.format["type"] in ("pandas", "polars", "arrow"):
+        return dataset.with_format(None)
     if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
         return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
     return dataset
@@ -178,6 +191,11 @@ def column_names(dataset: Rows) -> list[str]:
                 '[{"prompt": "..."}] or a datasets.Dataset.'
             )
         names = list(first)
+    if nameless := [name for name in names if not isinstance(name, str)]:
+        raise DataError(
+            f"The dataset has a column called {nameless[0]!r}, which is no text. Reward functions get columns by name: "
+            "rename it."
+        )
     if "prompt" not in names:
         raise DataError(
             f"The dataset has no column `prompt`; its columns are {sorted(names)}. Rename the column that holds the "
@@ -208,7 +226,13 @@ def _tokenize_row(
             "functions get one list per column. Give every row the same columns, with None where a value is missing."
         )
     content = checked_content(index, row["prompt"])
-    token_ids = tokenizer(content)
+    try:
+        token_ids = tokenizer(content)
+    except TemplateError as error:  # what a template does not support (a system message, say) it says itself
+        raise DataError(
+            f"The chat template cannot render the prompt of row {index}: {error}. Change its messages, or set "
+            "tokenizer.chat_template to a template that takes them."
+        ) from error
     if not token_ids:
         raise DataError(f"The prompt of row {index} has no tokens, so there is nothing to continue: {content!r}.")
     columns = {name: row[name] for name in names}
@@ -218,6 +242,8 @@ def _tokenize_row(
 def checked_content(index: int, content: Any, what: str = "prompt") -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
+    if getattr(content, "ndim", 0) == 1:  # numpy, as tables hold lists
+        content = content.tolist()
     if not isinstance(content, Sequence) or not all(isinstance(message, Mapping) for message in content):
         raise DataError(
             f"The {what} of row {index} is {type(content).__name__}; it must be text, or a list of messages like "
@@ -402,8 +428,8 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on where `state_dict` was made; None: the checkpoint has no state of ours."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was made."""
 
     def _order(self, epoch: int) -> list[int]:
         if self._order_of[0] != epoch:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.export.comparison import BOUNDS, Difference, check_close, check_ids, check_same, difference, logits_of
+from grupo.export.comparison import (
+    BOUNDS,
+    IN_USE,
+    Difference,
+    check_close,
+    check_ids,
+    check_same,
+    difference,
+    logits_of,
+)
 from grupo.export.policies import on_original_base, open_folder, open_model
 from grupo.export.source import check_free, staged
 from grupo.models.load import load_policy
@@ -134,8 +143,7 @@ def fold(model: Any, *, tokenizer: Any, base: str | None, quantization_config: A
     ids = check_ids(policy.tokenizer, policy.model.get_input_embeddings().weight.shape[0])
     logits = logits_of(policy.model, ids)
     if not isinstance(model, str | Path):
-        # In the precision that it computes in, which is the less exact one of the two.
-        check_close(logits_of(model, ids), logits, "A copy of the model in float32", BOUNDS["bfloat16"])
+        check_close(logits_of(model, ids), logits, "A copy of the model in float32", IN_USE)
     effect = difference(_logits_of_base(policy.model, ids), logits)
     adapted = policy.model
     if base_weights == "original":

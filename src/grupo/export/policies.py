@@ -100,6 +100,8 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
         )
     if tokenizer is None and name_of(model):
         tokenizer = _tokenizer_of(None, model, trust_remote_code=trust_remote_code)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedError("Weights of the model are on disk or nowhere (device_map). Pass its folder instead.")
     dtype, was_quantised = _dtype_in_memory(base_model(model)), is_quantised(base_model(model))
     if not has_adapter:
         return Policy(_base_copy(model), tokenizer, dtype, was_quantised)
@@ -161,7 +163,9 @@ def _attach(model: Any, folder: Path) -> Any:
             "merged. Export it with --to adapter."
         )
     saved = load_peft_weights(str(folder), device="cpu")
-    _resize_vocabulary(model, saved, folder)
+    rows = _saved_rows(model, saved)
+    if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)  # tokens were added in training
     try:
         with warnings.catch_warnings():
             # Whether head and embedding stay tied is decided, and said, by who merges.
@@ -178,28 +182,18 @@ def _attach(model: Any, folder: Path) -> Any:
     return adapted.float().eval()
 
 
-def _resize_vocabulary(model: Any, saved: Mapping[str, Tensor], folder: Path) -> None:
-    """Makes room in the base model for tokens that were added in training.
-
-    Raises:
-        ConfigError: the adapter has fewer tokens than the base model.
-    """
-    rows = model.get_input_embeddings().weight.shape[0]
-    ends = {end for part in (model.get_input_embeddings(), model.get_output_embeddings())
-            for end, module in model.named_modules() if module is part}  # fmt: skip
+def _saved_rows(model: Any, saved: Mapping[str, Tensor]) -> int | None:
+    """Tokens that the adapter has embeddings for; None where it has none."""
+    embedding = model.get_input_embeddings()
+    (name,) = [name for name, module in model.named_modules() if module is embedding]
+    whole = {f"{name}.{part}weight" for part in ("", "base_layer.", "token_adapter.base_layer.")}
     for key, tensor in saved.items():
-        name, _, leaf = key.removeprefix("base_model.model.").partition(".lora_")
-        if (name.removesuffix(".weight") if not leaf else name) not in ends or "bias" in key or "magnitude" in key:
-            continue
-        wanted = tensor.shape[{"": 0, "embedding_A": 1, "embedding_B": 0, "B.weight": 0}.get(leaf, 0)]
-        if leaf in ("", "embedding_A", "embedding_B", "B.weight") and wanted > rows:
-            model.resize_token_embeddings(wanted, mean_resizing=False)
-            return
-        if leaf in ("", "embedding_A") and wanted < rows:
-            raise ConfigError(
-                f"The adapter {folder} was trained with {wanted} tokens, and the base model {name_of(model)!r} has "
-                f"{rows}. Name the base that it was trained on: base=NAME_OR_PATH (--base)."
-            )
+        place = key.removeprefix("base_model.model.")
+        if place in whole:
+            return tensor.shape[0]
+        if place.startswith(f"{name}.lora_embedding_A"):
+            return tensor.shape[1]
+    return None
 
 
 def _base_copy(model: Any) -> Any:
@@ -247,9 +241,9 @@ def _plain_float32(model: Any) -> Any:
             plain.bias = module.bias
             model.set_submodule(name, plain)
     if quantizer is not None:
-        method = getattr(quantizer.quantization_config, "quant_method", "")
-        method = getattr(method, "value", method)
-        if method != "bitsandbytes":
+        method = getattr(quantizer.quantization_config, "quant_method", "an unknown method")
+        method = str(getattr(method, "value", method))
+        if not method.startswith("bitsandbytes"):
             raise UnsupportedError(
                 f"The base model is quantised by {method}; this version of grupo dequantises bitsandbytes alone. Train "
                 "and merge on the model before its quantisation, or export with --to adapter."

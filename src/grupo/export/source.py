@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from grupo.errors import ConfigError
+from grupo.names import BASE_QUANTIZATION
 
 ADAPTER_CONFIG = "adapter_config.json"
-BASE_QUANTIZATION = "base_quantization.json"
-"""Beside an exported adapter that was trained on a quantised base: the configuration of the quantisation."""
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODEL_WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json"),
@@ -67,15 +66,26 @@ def find_source(path: str | Path) -> Source:
         return Source(folder, True, run)
     if (folder / "config.json").is_file() and _has(folder, MODEL_WEIGHTS):
         return Source(folder, False, run)
-    if any(folder.glob("checkpoint-*")):
-        from grupo.runs.checkpoint import last_complete_checkpoint
-
-        newest = find_source(last_complete_checkpoint(folder))
+    if any(folder.glob("checkpoint-*/trainer_state.json")):
+        newest = find_source(_newest_whole_checkpoint(folder))
         return Source(newest.folder, newest.is_adapter, folder)
     raise ConfigError(
         f"{folder} has neither an adapter ({ADAPTER_CONFIG}) nor a model (config.json with {MODEL_WEIGHTS[0]}) nor a "
         "checkpoint. Give the folder of a run, of one of its checkpoints, of an adapter or of a model."
     )
+
+
+def _newest_whole_checkpoint(run: Path) -> Path:
+    from grupo.runs.checkpoint import damage, numbers_of_checkpoints
+
+    damaged = []
+    for number in numbers_of_checkpoints(run):
+        checkpoint = run / f"checkpoint-{number}"
+        wrong = damage(checkpoint)
+        if not wrong:
+            return checkpoint
+        damaged.append(f"{checkpoint.name}: {', '.join(wrong)}")
+    raise ConfigError(f"{run} has no saved model and no checkpoint that is whole ({'; '.join(damaged)}).")
 
 
 def check_free(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from grupo.errors import ConfigError, ExportError
 from grupo.export.source import ADAPTER_CONFIG, read_json
-from grupo.hub import is_out_of_reach
+from grupo.hub import answers
 from grupo.runs.card import card_from_files, for_hub, is_written
 from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
 
@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 NOT_UPLOADED = (
     *("checkpoint-*", "earlier*", "cut/*", "completions*", "eval_*.json", "manifest.json"),
-    *("training_args.bin", "runs/*", "_*", ".*"),
+    *("training_args.bin", "runs/*", "_*", ".*", "trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt"),
+    *("rng_state*", "grupo_state*", "grupo_checkpoint.json", "unfinished/*", "sft*"),
 )
-"""Of a run folder: what resumes it, its texts, and what names paths of this machine."""
+"""Of a run or a checkpoint: what resumes it, its texts, and what names paths of this machine."""
 
 
 def push(
@@ -101,8 +102,7 @@ def _upload(
 ) -> str:
     from huggingface_hub import HfApi
 
-    if is_out_of_reach(repo_id):
-        raise ConnectionError("the Hub does not answer, or HF_HUB_OFFLINE is set.")
+    check_hub_answers()
     api = HfApi(token=token)
     url = api.create_repo(repo_id, private=private, exist_ok=True)
     if revision is not None:
@@ -114,6 +114,12 @@ def _upload(
     return str(url)
 
 
+def check_hub_answers() -> None:
+    """Raises a ConnectionError within seconds, which the Hub's client takes half a minute for."""
+    if not answers():
+        raise ConnectionError("The Hub does not answer, or HF_HUB_OFFLINE is set.")
+
+
 def _staged(folder: Path, scratch: Path, tags: Sequence[str]) -> Path:
     """The folder by links, with the card and the curve as they are to be uploaded."""
     for entry in folder.rglob("*"):
@@ -121,21 +127,19 @@ def _staged(folder: Path, scratch: Path, tags: Sequence[str]) -> Path:
             link = scratch / entry.relative_to(folder)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(entry.resolve())
-    card, drawing = scratch / "README.md", reward_drawing(training_log(folder / "metrics.jsonl"))
+    # A checkpoint is of the run around it.
+    run = folder.resolve().parent if (folder / "trainer_state.json").is_file() else folder
+    card, drawing = scratch / "README.md", reward_drawing(training_log(run / "metrics.jsonl"))
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     if not is_written(text):
-        text = _card(folder)
+        adapter = folder / ADAPTER_CONFIG
+        base = read_json(adapter).get("base_model_name_or_path") if adapter.is_file() else None
+        text = card_from_files(folder, run, base_model=base, is_adapter=adapter.is_file())
     card.unlink(missing_ok=True)
     card.write_text(for_hub(text, tags), encoding="utf-8")
     if drawing is not None and not (scratch / REWARD_CURVE).exists():
         (scratch / REWARD_CURVE).write_text(drawing, encoding="utf-8")
     return scratch
-
-
-def _card(folder: Path) -> str:
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") if is_adapter else None
-    return card_from_files(folder, folder, base_model=base, is_adapter=is_adapter)
 
 
 def failures() -> tuple[type[Exception], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +20,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grupo.errors import ConfigError, GrupoError, UnsupportedError
 from grupo.hub import is_out_of_reach
-from grupo.models.load import PROMPT_LEARNING, base_model, load_policy, prepared_for_adapter
+from grupo.models.load import PROMPT_LEARNING, base_model, load_policy, prepared_for_adapter, quantization
+from grupo.names import BASE_QUANTIZATION
 
 logger = logging.getLogger("grupo")
 
@@ -206,11 +208,14 @@ def save_adapter(model: PeftModel, folder: str | Path) -> None:
     """Configuration and weights of the adapter, so that peft finds the base model from anywhere on this machine.
 
     A local base model is named by its absolute path, one of the Hub with the commit that was loaded. Embeddings are
-    saved too where tokens were added to those of the base model.
+    saved too where tokens were added to those of the base model. How the base model was quantised, which PEFT does not
+    keep, is written beside them.
     """
     for config in model.peft_config.values():
         _name_base(config, base_model(model))
     model.save_pretrained(str(folder), save_embedding_layers=True if has_new_tokens(model) else "auto")
+    if (quantised := quantization(model)) is not None:
+        (Path(folder) / BASE_QUANTIZATION).write_text(json.dumps(quantised, indent=2) + "\n", encoding="utf-8")
 
 
 def _name_base(config: PeftConfig, base: Any) -> None:
@@ -231,16 +236,16 @@ def has_new_tokens(model: Any) -> bool:
 def warn_of_vocabulary(model: Any, tokenizer: Any) -> None:
     """An adapter whose embeddings fit neither the base model nor the tokenizer loads nowhere without help.
 
-    peft gives a base model as many embeddings as the tokenizer beside the adapter has tokens.
+    peft gives a base model as many embeddings as the tokenizer beside the adapter has tokens, where it has fewer.
     """
     if not isinstance(model, PeftModel):
         return
     rows, saved = _embedding_rows(model), _base_vocabulary(model)
-    if saved is not None and rows not in (saved, len(tokenizer)):
+    if saved is not None and rows not in (saved, max(saved, len(tokenizer))):
         logger.warning(
             "The model has embeddings for %d tokens, its base model on disk for %d, and the tokenizer %d tokens: the "
-            "saved adapter will load only on a base model with resize_token_embeddings(%d). After adding tokens call "
-            "model.resize_token_embeddings(len(tokenizer)), without a multiple.",
+            "saved adapter will load only on a base model with resize_token_embeddings(%d). Resize embeddings only "
+            "where the tokenizer has more tokens than they have rows, and then to len(tokenizer), without a multiple.",
             rows,
             saved,
             len(tokenizer),

@@ -71,6 +71,9 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for config, implementation in before:
             config._attn_implementation_internal = implementation
+        # Masks and indices are of these lengths; the next rows have others.
+        for kept in (_column_mask, _Rows.of, _mask):
+            kept.cache_clear()
 
 
 def why_not_packed(base: Any) -> str | None:

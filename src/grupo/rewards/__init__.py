@@ -40,7 +40,7 @@ from grupo.rewards.registry import REWARDS, make_reward
 from grupo.rewards.report import FAULTS, Fault, RewardReport
 from grupo.rewards.results import RewardFailure, RewardTable
 from grupo.rewards.rubric import Check, email_rubric, rubric
-from grupo.rewards.runner import RewardRunner, check_column_names, reward_name, run_alone
+from grupo.rewards.runner import RewardRunner, check_column_names, reward_name, run_alone, run_beside_scoring
 from grupo.rewards.symbolic import MathVerify
 from grupo.rewards.values import NumericCheck
 from grupo.rewards.verifiers import Verdict, Verifier, reward_from
@@ -103,6 +103,7 @@ __all__ = [
     "reward_name",
     "rubric",
     "run_alone",
+    "run_beside_scoring",
     "tag_count",
     "tag_format",
     "think_format_reward",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 from grupo.errors import RewardError
 from grupo.rewards.answers import completion_texts
-from grupo.rewards.verifiers import Verdict
+from grupo.rewards.verifiers import Decision, GoldVerifier
 
-_DECISIONS = {"right": True, "wrong": False, "undecided": None}
-
-
-class SupportsJudge(Protocol):
-    """Says of one completion text and its gold answer: a `Verdict`, or True, False, and None for undecided."""
-
-    def judge(self, text: str, gold: Any) -> Verdict | bool | None: ...
+_DECISIONS: Mapping[Decision, bool | None] = MappingProxyType({"right": True, "wrong": False, "undecided": None})
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class Disagreement:
 
 
 def disagreement(
-    verifier_a: SupportsJudge, verifier_b: SupportsJudge, completions: Sequence[Any], golds: Sequence[Any]
+    verifier_a: GoldVerifier, verifier_b: GoldVerifier, completions: Sequence[Any], golds: Sequence[Any]
 ) -> Disagreement:
     """Compare two verifiers on n completions (texts or lists of messages) and their n gold answers.
 
@@ -67,10 +62,5 @@ def disagreement(
     return Disagreement(len(texts), compared, tuple(differences))
 
 
-def _verdicts(verifier: SupportsJudge, texts: Sequence[str], golds: Sequence[Any]) -> list[bool | None]:
-    judge_all = getattr(verifier, "judge_all", None)
-    if judge_all is None:
-        verdicts = [verifier.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
-    else:
-        verdicts = judge_all(texts, golds)
-    return [_DECISIONS[verdict.decision] if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
+def _verdicts(verifier: GoldVerifier, texts: Sequence[str], golds: Sequence[Any]) -> list[bool | None]:
+    return [_DECISIONS[verdict.decision] for verdict in verifier.judge_all(texts, golds)]

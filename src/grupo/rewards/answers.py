@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from grupo.errors import ConfigError, RewardError
 from grupo.names import nearest
 from grupo.rewards.exact import MAX_BITS
-from grupo.rewards.expressions import is_prose, plain_characters
+from grupo.rewards.expressions import is_prose, plain_characters, read_answer, scale_of
 
 NUMBER_NEEDED = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
 """What `gold_number` reads, as messages say it."""
@@ -31,14 +31,39 @@ _NUMBER_LIKE = re.compile(
     r"|(?<![0-9.,])[1-9][0-9]{0,2}(?:\ [0-9]{3})+(?![0-9])[0-9.,]*"
     r"|(?:[0-9]|(?<![.\w])\.(?=[0-9]))[0-9.,]*(?:[eE][+-]?[0-9]{1,3}(?![\w.]))?)"
 )
-_THOUSANDS_MARK = re.compile(r"\{,\}|,\\!|(?<=[0-9])(?:\\,|[_'\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+_THOUSANDS_MARK = re.compile(
+    r"\{,\}(?:\\!)?|(?:\\!)?,\\!|(?<=[0-9])(?:\\[,:; ]|[~_'\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"
+)
+_IN_THOUSANDS_MARK = (
+    *("{,}", ",\\!", "\\,", "\\:", "\\;", "\\ ", "~"),
+    *("_", "'", "\u2019", "\u00a0", "\u2009", "\u202f"),
+)
+"""One of them is in every match of that pattern, which is slow over a long text."""
 _GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _PLAIN = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 _RATIO = re.compile(r"(?:(?P<whole>[0-9]+) )?(?P<top>[0-9]+) ?/ ?(?P<bottom>[0-9]+)")
 _INSIDE_FORMULA = re.compile(
     r"(?:\^|√|\\sqrt(?:\[[^\]]*\])?|\\[dt]?frac(?:\{(?:[^{}]|\{[^{}]*\})*\}|\s*[0-9])?)\s*\{?\s*$"
 )
-_FORMULA_GOES_ON = re.compile(r"[,.]?\s?(?:\\?\^(?!\\circ|\{\\circ)|\\pi\b|π|√|\\sqrt|\\[dt]?frac|[²³⁴⁵⁶⁷⁸⁹])")
+_UNIT_POWER = re.compile(
+    r"(?<=[0-9])((?:\\[ ,])?\ ?(?:\\(?:text|mathrm)\{\ ?)?"
+    r"(?:[kcdm]?m|in|ft|yd|mi|inch(?:es)?|feet|met(?:er|re)s?|units?)(?:/[a-z]+)?(?:\ ?\})?)\^?\{?[23]\Z"
+)
+"""Up to its last digit: a number with a unit to some power, `58 cm^2`, `58\\text{ cm}^2`, `58 m2`."""
+_FORMULA_GOES_ON = re.compile(
+    r"[,.]?\s?(?:\\?\^(?!\\circ|\{\\circ)|\\pi\b|π|√|\\sqrt|\\[dt]?frac|[²³⁴⁵⁶⁷⁸⁹]"
+    r"|and an? (?:half|third|quarter)\b)"
+)
+_BEFORE_SCALE = re.compile(r"(?:[$*~ \u00a0-]|\\[,;: ]|\\(?:text|textrm|mathrm|mbox)\s*\{)*")
+_LONGEST_SCALE = 60
+"""Characters behind a number among which words that scale it are looked for."""
+_ALTERNATIVE = re.compile(
+    r"(?P<other>[0-9][.,]?(?:\\?[$%*)}\]])*(?:\s\w+){0,2}),?\s*(?:(?<![\w\\])or\s|\\text\s*\{\s*or\s*\})\s*"
+    r"(?:(?:maybe|perhaps|possibly|else)\s+)?(?:\\?[A-Za-z]\w*\s*=\s*)?[({\[*]*$"
+)
+"""Before a number: another one, its unit, and "or"."""
+_MOST_ALTERNATIVES = 8
+_FRACTION_OF_DIGITS = re.compile(r"(?P<whole>(?<=[0-9])\s*)?\\[dtc]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
 _BEFORE_NUMBER = re.compile(rf".*[^0-9.,/ eE+$€£¥\\{_MINUS}]", re.DOTALL)
 """Up to the last character that cannot be part of anything number-like."""
 # Greedy from the end: a completion has one answer, and its end is where it stands.
@@ -94,7 +119,7 @@ class Extraction:
     r"""Where the answer of a completion stands: the first of `sources` that is there.
 
     - `boxed`: the last `\boxed{...}` or `\fbox{...}`
-    - `tag`: the last complete block `<answer>...</answer>`
+    - `tag`: the last block `<answer>...</answer>`
     - `hash`: what follows the last `####` in its line
     - `phrase`: what follows the last "answer is", "answer:" or "answer =" (or a line "Final answer"), to the end of the
       sentence
@@ -180,6 +205,14 @@ def extract_boxed(text: str) -> str | None:
     return None
 
 
+def last_block(text: str, opening: str, closing: str) -> str | None:
+    """What stands behind the last opening mark, up to the next closing one, stripped; None if there is none, or if it
+    is not closed: the last block decides."""
+    _, found, rest = text.rpartition(opening)
+    content, closed, _ = rest.partition(closing)
+    return content.strip() if found and closed else None
+
+
 # Sources: (text, tag) -> what stands there, "" where it is empty or broken, None where there is no such place.
 
 
@@ -188,12 +221,8 @@ def _boxed(text: str, tag: str) -> str | None:
 
 
 def _tag_block(text: str, tag: str) -> str | None:
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    start = text.rfind(opening, 0, max(text.rfind(closing), 0))
-    if start < 0:
-        return "" if opening in text else None
-    start += len(opening)
-    return text[start : text.index(closing, start)].strip()
+    opening = f"<{tag}>"
+    return None if opening not in text else last_block(text, opening, f"</{tag}>") or ""
 
 
 def _behind_hashes(text: str, tag: str) -> str | None:
@@ -237,34 +266,67 @@ def last_number(text: str) -> Fraction | None:
     Whatever looks like a number last decides; if it is not one, the answer is None and never an earlier number.
 
     - Commas are thousands separators only between true groups of three: `1,250` is 1250; `3,7`, `0,900` and `12,34,567`
-      are no numbers. LaTeX's `2{,}000` and `2\,000` are 2000, and so are `2_000`, `2'000` and groups with thin or
-      non-breaking spaces. `1 250`, with a plain space, may be two numbers, and is none.
+      are no numbers. LaTeX's `2{,}000`, `2\,000` and `2\ 000` are 2000, and so are `2_000`, `2'000` and groups with
+      thin or non-breaking spaces. `1 250`, with a plain space, may be two numbers, and is none.
     - Digits of all scripts count, and characters that cannot be seen do not.
     - A currency sign before it, a percent sign or unit behind it and one full stop are ignored: `$3,450.00.` is 3450,
-      `50%` is 50. A minus (ASCII, Unicode minus, en dash) counts where no operand stands directly before it.
+      `50%` is 50, `58 cm^2` is 58. A minus (ASCII, Unicode minus, en dash) counts where no operand stands directly
+      before it.
     - `1.5e3` is 1500. `3/4` and `1 3/4` are fractions. `12/4` is a division that was not carried out, and no number.
+    - `5 million` is 5000000, and so for hundred, thousand, billion, trillion and dozen.
     - A number inside or directly before a power, root, fraction macro or π is part of a formula, and no number.
+    - `5 or 7` is two answers, and no number, unless both are the same: `1/2 or 0.5`.
     """
     text = _with_commas(text)
-    last_digit = max(map(text.rfind, "0123456789"))
+    value, start = _number_before(text, len(text))
+    for _ in range(_MOST_ALTERNATIVES):
+        other = _ALTERNATIVE.search(text, max(0, start - 80), start)
+        if value is None or other is None:
+            return value
+        same, start = _number_before(text, other.end("other"))
+        if same != value:
+            return None
+    return None
+
+
+def _number_before(text: str, end: int) -> tuple[Fraction | None, int]:
+    """The last number before `end`, and where it begins."""
+    last_digit = max(text.rfind(digit, 0, end) for digit in "0123456789")
+    if power := _UNIT_POWER.search(text, max(0, last_digit - 40), last_digit + 1):
+        end = power.end(1)
+        last_digit = max(text.rfind(digit, 0, end) for digit in "0123456789")
     if last_digit < 0:
-        return None
+        return None, 0
     before = _BEFORE_NUMBER.match(text, 0, last_digit)
     # Behind the last digit, a number-like text has nothing but the end of an exponent, commas and full stops.
-    *_, match = _NUMBER_LIKE.finditer(text, before.end() if before else 0, last_digit + 16)
-    if _INSIDE_FORMULA.search(text[max(0, match.start() - 80) : match.start()]):
-        return None
-    body = match["body"].rstrip(".,")
-    if _FORMULA_GOES_ON.match(text, match.start("body") + len(body)):
-        return None
+    *_, match = _NUMBER_LIKE.finditer(text, before.end() if before else 0, min(end, last_digit + 16))
+    start, body = match.start(), match["body"].rstrip(".,")
+    behind = match.start("body") + len(body)
+    if _INSIDE_FORMULA.search(text[max(0, start - 80) : start]) or _FORMULA_GOES_ON.match(text, behind):
+        return None, start
     value = _number(body)
+    if value is None:
+        return None, start
+    decoration = _BEFORE_SCALE.match(text, behind)
+    assert decoration is not None
+    value *= scale_of(text[decoration.end() : decoration.end() + _LONGEST_SCALE])[0]
     negative = any(sign and sign.strip() != "+" for sign in (match["sign"], match["second_sign"]))
-    return -value if value is not None and negative else value
+    return -value if negative else value, start
 
 
 def only_number(text: str) -> Fraction | None:
     """The number in `text`, as `last_number` reads it, where there is no second one: `71 or 72`, `6 * 12` give None."""
     return last_number(text) if len(_NUMBER_LIKE.findall(_with_commas(text))) == 1 else None
+
+
+def number_alone(text: str) -> Fraction | None:
+    r"""The number that a text is as a whole, such as that of a box: `72`, `72 apples`, `x = 72`, `\frac{3}{4}`.
+
+    None for everything that has to be computed, `6 * 12` and `\frac{24}{8}`, for several numbers, and for a sentence.
+    """
+    answer = read_answer(text)
+    plain = _FRACTION_OF_DIGITS.sub(lambda m: f"{'' if m['whole'] is None else ' '}{m[2]}/{m[3]}", text)
+    return answer.rational if answer is not None and answer.rational == last_number(plain) else None
 
 
 def gold_number(gold: Any) -> Fraction | None:
@@ -292,6 +354,17 @@ def gold_number(gold: Any) -> Fraction | None:
     return None if match is None else last_number(match.group())
 
 
+def rounding(gold: Any) -> float:
+    """The share by which a gold answer may be off the number that it stands for: a few units of a float's last place.
+
+    No float is 1/3, and 0.1 + 0.2 is not the float nearest to 0.3.
+    """
+    gold = plain_scalar(gold)
+    if isinstance(gold, Rational) or not isinstance(gold, Real):
+        return 0.0
+    return {4: 2.0**-21, 2: 2.0**-8}.get(getattr(getattr(gold, "dtype", None), "itemsize", 8), 2.0**-50)
+
+
 def plain_scalar(value: Any) -> Any:
     """An array of numpy or torch without dimensions as a number at its own precision; anything else as it is."""
     if getattr(value, "shape", None) != () or isinstance(value, Real):
@@ -304,7 +377,8 @@ def plain_scalar(value: Any) -> Any:
 
 def _with_commas(text: str) -> str:
     """`text` in plain characters, with a comma for every other thousands separator."""
-    return _THOUSANDS_MARK.sub(",", plain_characters(text))
+    text = plain_characters(text)
+    return _THOUSANDS_MARK.sub(",", text) if any(mark in text for mark in _IN_THOUSANDS_MARK) else text
 
 
 def _number(body: str) -> Fraction | None:

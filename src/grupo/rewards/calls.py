@@ -41,22 +41,28 @@ class Function:
     """No other function of the batch may run at the same time."""
     runs_in_calling_thread: bool = False
     """Without a limit, while others run in threads of their own."""
+    runs_beside_scoring: bool = False
+    """It waits for something else, and does not use the model that is trained."""
 
     @staticmethod
     def of(call: Callable[..., Any], name: str) -> Function:
         inner: Any = call
         bound: set[str] = set()
-        alone = getattr(call, "runs_alone", False)
+        layers = [inner]
         while isinstance(inner, functools.partial):
             bound.update(inner.keywords)
             inner = inner.func
-            alone = alone or getattr(inner, "runs_alone", False)
+            layers.append(inner)
         is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-        in_caller = getattr(inner, "runs_in_calling_thread", False)
+        alone, in_caller, beside = (
+            any(getattr(layer, mark, False) for layer in layers)
+            for mark in ("runs_alone", "runs_in_calling_thread", "runs_beside_scoring")
+        )
+        marks = (alone, in_caller, (is_async or beside) and not alone)
         try:
             parameters = inspect.signature(call).parameters.values()
         except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide
-            return Function(call, name, is_async, None, frozenset(), (), frozenset(bound), alone, in_caller)
+            return Function(call, name, is_async, None, frozenset(), (), frozenset(bound), *marks)
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if positional:
             raise RewardError(
@@ -68,7 +74,7 @@ class Function:
         names = frozenset(parameter.name for parameter in named)
         required = tuple(p.name for p in named if p.default is p.empty and p.name not in bound)
         accepted = None if takes_any else names
-        return Function(call, name, is_async, accepted, names, required, frozenset(bound), alone, in_caller)
+        return Function(call, name, is_async, accepted, names, required, frozenset(bound), *marks)
 
     def select(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the keywords that the function takes, lists and dictionaries copied."""
@@ -145,7 +151,7 @@ Done = queue.SimpleQueue[tuple["Job", Outcome]]
 """Where threads leave the outcomes of their jobs."""
 
 
-def start_in_thread(job: Job, done: Done) -> None:
+def start_in_thread(job: Job, tell: Callable[[tuple[Job, Outcome]], Any]) -> None:
     """Run a synchronous function in a daemon thread of its own, which can be left behind."""
     context = contextvars.copy_context()
 
@@ -154,7 +160,7 @@ def start_in_thread(job: Job, done: Done) -> None:
             outcome = Outcome(context.run(job.function.call, **job.keywords))
         except BaseException as error:  # user code: even exit() in checked code must not end the run
             outcome = _failed(error)
-        done.put((job, outcome))
+        tell((job, outcome))
 
     threading.Thread(target=work, name=f"grupo-reward-{job.function.name}", daemon=True).start()
 
@@ -192,7 +198,11 @@ def call_here(job: Job) -> Outcome:
 
 
 async def call_and_wait(job: Job, timeout: float | None) -> Outcome:
+    """On an event loop; a synchronous function runs in a thread of its own, which the loop waits for."""
+
     async def call() -> Outcome:
+        if not job.function.is_async:
+            return await _in_thread(job)
         try:
             return Outcome(await job.function.call(**job.keywords))
         except BaseException as error:  # user code: it would end the loop's thread otherwise
@@ -205,6 +215,13 @@ async def call_and_wait(job: Job, timeout: float | None) -> Outcome:
         return task.result()
     task.cancel()
     return Outcome(timed_out=timeout)
+
+
+async def _in_thread(job: Job) -> Outcome:
+    # Not in the executor of the loop, whose threads have to end before the program does.
+    loop, done = asyncio.get_running_loop(), asyncio.Queue[tuple[Job, Outcome]]()
+    start_in_thread(job, lambda told: loop.call_soon_threadsafe(done.put_nowait, told))
+    return (await done.get())[1]
 
 
 def _failed(error: BaseException) -> Outcome:

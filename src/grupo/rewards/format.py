@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.rewards.answers import completion_texts
+from grupo.rewards.answers import completion_texts, last_block
 from grupo.rewards.ranges import score_range, with_range
 
 Tag = str | Sequence[str]
@@ -45,9 +45,7 @@ def tag_marks(tags: Sequence[Tag]) -> tuple[tuple[str, str], ...]:
 def block_content(text: str, tag: Tag) -> str | None:
     """What stands in the last block of this tag, stripped; None where its last opening mark is not closed."""
     ((opening, closing),) = tag_marks((tag,))
-    _, found, rest = text.rpartition(opening)
-    content, closed, _ = rest.partition(closing)
-    return content.strip() if found and closed else None
+    return last_block(text, opening, closing)
 
 
 class Tagged:

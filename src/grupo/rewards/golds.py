@@ -11,6 +11,12 @@ from grupo.rewards.answers import Extraction, gold_number, plain_scalar, shown_v
 from grupo.rewards.exact import ExactNumber, NotExact
 from grupo.rewards.expressions import Answer, is_prose, read_answer
 
+ANSWER_NEEDED = (
+    "A gold answer is a number, a text with a number or formula and no sentence around it, or a solution that ends in "
+    "\\boxed{...} or in '#### answer'."
+)
+"""What `read_gold` reads, as messages say it."""
+
 _AT_THE_END = Extraction(("boxed", "hash"), strict=False)
 _IN_GOLD = Extraction(("boxed", "hash", "phrase"))
 
@@ -52,8 +58,8 @@ def read_gold(gold: Any) -> Answer | None:
     answer = None if written is None else read_answer(written)
     if written is None or answer is None:
         return None
-    # A number with a unit of several words (`5 square miles`) is no sentence.
-    return None if is_prose(written) and answer.unit is None else answer
+    # A number with a unit of several words (`5 square miles`, `5 hundred million`) is no sentence.
+    return None if is_prose(written) and not isinstance(answer.form, ExactNumber) else answer
 
 
 def shown_gold(gold: Any) -> str:

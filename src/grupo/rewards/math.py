@@ -24,13 +24,15 @@ from grupo.rewards.answers import (
     completion_texts,
     gold_number,
     last_number,
+    number_alone,
+    rounding,
 )
 from grupo.rewards.exact import within
 from grupo.rewards.expressions import Answer, read_answer, same_answer
-from grupo.rewards.golds import read_gold, shown_gold
+from grupo.rewards.golds import ANSWER_NEEDED, read_gold
 from grupo.rewards.ranges import with_range
 from grupo.rewards.symbolic import MathVerify
-from grupo.rewards.verifiers import GoldReward, GoldVerifier, Verdict, compared, unreadable
+from grupo.rewards.verifiers import GoldReward, GoldVerifier, Verdict, compared, unreadable, without_answer
 
 Extracted = Extraction | Mapping[str, Any] | None
 """An extraction, its fields (as recipes give them), or None for the default."""
@@ -67,26 +69,20 @@ class NumberVerifier(GoldVerifier):
         number = self.number(found)
         if number is None:
             return without_answer(found)
-        return compared(within(number, expected, self.tolerance), _shown(number), gold)
+        return compared(within(number, expected, max(self.tolerance, rounding(gold))), _shown(number), gold)
 
     def number(self, found: Found) -> Fraction | None:
         """The number that was found; of a text of its own, such as a box, only where the whole of it is one number."""
         if found.answer is None:
             return None
-        number = last_number(found.answer)
-        if number is None or found.source == "last_number" or not self.extraction.strict:
-            return number
-        answer = read_answer(found.answer)
-        return number if answer is not None and number == answer.rational else None
+        is_text = self.extraction.strict and found.source != "last_number"
+        return number_alone(found.answer) if is_text else last_number(found.answer)
 
 
 class MathVerifier(GoldVerifier):
     """Right where the answer of the completion is the gold answer; see `math_accuracy`."""
 
-    needs = (
-        "A gold answer is a number, a text with a number or formula and no sentence around it, or a solution that ends "
-        "in \\boxed{...} or in '#### answer'."
-    )
+    needs = ANSWER_NEEDED
 
     def __init__(
         self,
@@ -115,9 +111,9 @@ class MathVerifier(GoldVerifier):
             return verdicts
         left = [place for place, verdict in enumerate(verdicts) if verdict.decision == "wrong"]
         found = self.formulas.judge_all([texts[place] for place in left], [golds[place] for place in left])
-        for place, is_right in zip(left, found, strict=True):
-            if is_right:
-                verdicts[place] = Verdict("right", f"it is a form of the gold answer {shown_gold(golds[place])}")
+        for place, verdict in zip(left, found, strict=True):
+            if verdict.decision == "right":
+                verdicts[place] = verdict
         return verdicts
 
     def _exactly(self, text: str, gold: Any) -> Verdict:
@@ -128,7 +124,7 @@ class MathVerifier(GoldVerifier):
         answer = None if found.answer is None else read_answer(found.answer)
         if answer is None:
             return without_answer(found)
-        return compared(same_answer(answer, expected, self.tolerance), str(answer), gold)
+        return compared(same_answer(answer, expected, max(self.tolerance, rounding(gold))), str(answer), gold)
 
     def read(self, text: str) -> Answer | None:
         """What a completion answers, in normal form."""
@@ -136,15 +132,7 @@ class MathVerifier(GoldVerifier):
         return None if written is None else read_answer(written)
 
 
-class NumberMatch(GoldReward):
-    """See `number_match`."""
-
-
-class MathAccuracy(GoldReward):
-    """See `math_accuracy`."""
-
-
-def number_match(gold_column: str = "answer", extraction: Extracted = None, tolerance: float = 0.0) -> NumberMatch:
+def number_match(gold_column: str = "answer", extraction: Extracted = None, tolerance: float = 0.0) -> GoldReward:
     """1.0 where the last number of the completion equals the gold number exactly (72.0 is 72), else 0.0.
 
     See `answers.last_number` for what a number is.
@@ -154,7 +142,7 @@ def number_match(gold_column: str = "answer", extraction: Extracted = None, tole
         extraction: where the number stands; by default anywhere in the text.
         tolerance: how far it may be off, relative to the gold number; two whole numbers are always compared exactly.
     """
-    return NumberMatch(NumberVerifier(gold_column, extraction, tolerance, name="number_match"))
+    return GoldReward(NumberVerifier(gold_column, extraction, tolerance, name="number_match"))
 
 
 def math_accuracy(
@@ -163,7 +151,7 @@ def math_accuracy(
     extraction: Extracted = None,
     tolerance: float = 0.0,
     verify: Literal["exact", "math-verify"] = "exact",
-) -> MathAccuracy:
+) -> GoldReward:
     r"""1.0 where the answer of the completion is the gold answer (see the head of this module), else 0.0.
 
     Args:
@@ -187,13 +175,13 @@ def math_accuracy(
         )
     where = Extraction(("boxed",)) if require_box else extraction
     by_formula = verify == "math-verify"
-    return MathAccuracy(MathVerifier(gold_column, where, tolerance, by_formula=by_formula, name="math_accuracy"))
+    return GoldReward(MathVerifier(gold_column, where, tolerance, by_formula=by_formula, name="math_accuracy"))
 
 
-def boxed_accuracy(gold_column: str = "answer") -> MathAccuracy:
+def boxed_accuracy(gold_column: str = "answer") -> GoldReward:
     r"""1.0 where the last `\boxed{...}` of the completion holds the gold answer, else 0.0: `math_accuracy` without a
     fallback to the last number of the text."""
-    return MathAccuracy(MathVerifier(gold_column, Extraction(("boxed",)), name="boxed_accuracy"))
+    return GoldReward(MathVerifier(gold_column, Extraction(("boxed",)), name="boxed_accuracy"))
 
 
 LogExtra = Callable[[str, list[Any]], None]
@@ -239,18 +227,12 @@ def _like_trl(
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [str(read_gold(gold) or "[unreadable]") for gold in solution])
         log_extra("answer_parsed", answers)
-    return MathAccuracy(verifier)([text or "" for text in texts], solution=solution)
+    return GoldReward(verifier)([text or "" for text in texts], solution=solution)
 
 
 def _behind_last(delimiters: Sequence[str], text: str) -> str | None:
     ends = [text.rfind(delimiter) + len(delimiter) for delimiter in delimiters if delimiter in text]
     return text[max(ends) :] if ends else None
-
-
-def without_answer(found: Found) -> Verdict:
-    if found.source is None:
-        return Verdict("wrong", "it has no answer")
-    return Verdict("wrong", f"what it answers ({found.source}) cannot be read")
 
 
 def checked_tolerance(tolerance: float) -> float:

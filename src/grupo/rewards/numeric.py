@@ -1,9 +1,9 @@
 r"""Rewards for numbers that may be near the gold number: presence, match, proximity, and bands of relative error.
 
 Which number a completion answers (`answer_number`): with a `tag`, the only number in its last block of that tag, so
-that neither `71 or 72` nor a number behind the block counts; without one, its last box, else its last number. Signs
-(also Unicode minus), thousands groups, fractions, a currency or percent sign and a unit are read as in `answers.py`,
-and every comparison is exact.
+that neither `71 or 72` nor a number behind the block counts; without one, its last box, where that holds a number and
+nothing to be computed, else its last number. Signs (also Unicode minus), thousands groups, fractions, a currency or
+percent sign and a unit are read as in `answers.py`, and every comparison is exact.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from grupo.rewards.answers import (
     extract_boxed,
     gold_number,
     last_number,
+    number_alone,
     only_number,
 )
-from grupo.rewards.expressions import read_answer
 from grupo.rewards.format import Tag, block_content, tag_marks
 from grupo.rewards.ranges import score_range
 from grupo.rewards.verifiers import GoldScore
@@ -55,8 +55,7 @@ def answer_number(text: str, tag: Tag | None = None) -> Fraction | None:
             return None
         text = block
     if "\\boxed" in text or "\\fbox" in text:
-        answer = read_answer(extract_boxed(text) or "")
-        return None if answer is None else answer.rational
+        return number_alone(extract_boxed(text) or "")
     return last_number(text) if tag is None else only_number(text)
 
 

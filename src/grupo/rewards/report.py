@@ -11,7 +11,8 @@ FAULTS: Mapping[str, str] = MappingProxyType(
         "missing-column": "Rename the column or the parameter, or give the parameter a default.",
         "crash": "Handle such a completion: a reward gets whatever the model writes. Return 0 or None for what it "
         "cannot read.",
-        "timeout": "Make it faster, above all on long texts: a pattern with nested repetition takes exponential time.",
+        "timeout": "Make it faster, above all on long texts: a pattern with nested repetition takes exponential time. "
+        "A judge is asked several hundred times: check the other rewards without it.",
         "slow": "Make it faster, or asynchronous if it waits for something; each step waits for the slowest reward.",
         "wrong-count": "Return one number per completion, in the order of the completions.",
         "wrong-type": "Return a list of numbers, with None for a completion that cannot be judged.",

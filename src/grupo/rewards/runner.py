@@ -37,6 +37,7 @@ from grupo.rewards.calls import (
     quoted,
     start_in_thread,
 )
+from grupo.rewards.identity import identity
 from grupo.rewards.model import RewardModel, with_reward_models
 from grupo.rewards.results import RewardTable, score_table
 
@@ -63,7 +64,9 @@ class RewardRunner:
     that share something (a file, the state of `random`) share it at the same time, unless marked with `run_alone`.
     `timeout=None` runs synchronous functions in the calling thread instead, one after the other and without a limit.
     Asynchronous functions run together on one event loop, which lives as long as the runner; it is not the caller's
-    loop, which may be running. Reward models run in the calling thread, while it would wait for the others.
+    loop, which may be running. Reward models run in the calling thread, while it would wait for the others. What the
+    caller has to do `meanwhile`, it does when only asynchronous functions, and those marked with `run_beside_scoring`,
+    are still running.
     """
 
     def __init__(self, reward_funcs: RewardFunctions, *, timeout: float | None = 60.0) -> None:
@@ -87,6 +90,8 @@ class RewardRunner:
         self.names = _unique_names([reward_name(function) for function in functions])
         self.timeout = timeout
         self._functions = [Function.of(function, name) for function, name in zip(functions, self.names, strict=True)]
+        self.identities = {name: identity(function) for name, function in zip(self.names, functions, strict=True)}
+        """name -> short hash of what the function is, before its first call."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def check_columns(self, available: Iterable[str]) -> None:
@@ -116,6 +121,7 @@ class RewardRunner:
         columns: Mapping[str, Sequence[Any]],
         prompt_texts: Sequence[str] | None = None,
         trainer_state: Any = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> RewardTable:
         """Score n completions.
 
@@ -127,6 +133,7 @@ class RewardRunner:
             prompt_texts: (n,) prompts as the model saw them, after the chat template; only for functions whose
                 signature names `prompt_texts`.
             trainer_state: handed on as it is.
+            meanwhile: called once, in the calling thread, when only functions that run beside scoring may still run.
 
         Raises:
             RewardError: a function returned the wrong number or type of values, logged something unusable, requires a
@@ -135,6 +142,8 @@ class RewardRunner:
         """
         count = len(completions)
         if count == 0:  # a rank with nothing to score has no columns either
+            if meanwhile is not None:
+                meanwhile()
             return RewardTable(self.names, [], [], (), {}, {})
         self.check_columns(columns)
         shared: dict[str, Sequence[Any]] = {
@@ -155,7 +164,7 @@ class RewardRunner:
                 shared | {"trainer_state": trainer_state, "log_extra": log.extra, "log_metric": log.metric}
             )
             jobs.append(Job(function, keywords, log))
-        self._run(jobs)
+        self._run(jobs, meanwhile)
         return score_table(self.names, jobs, count)
 
     def prepare(self, device: Any) -> None:
@@ -168,15 +177,23 @@ class RewardRunner:
             if isinstance(function.call, RewardModel):
                 function.call.prepare(device)
 
-    def _run(self, jobs: Sequence[Job]) -> None:
+    @property
+    def some_run_beside_scoring(self) -> bool:
+        """Whether a function may still run when `meanwhile` is called."""
+        return any(function.runs_beside_scoring and self._runs_on_loop(function) for function in self._functions)
+
+    def _run(self, jobs: Sequence[Job], meanwhile: Callable[[], None] | None) -> None:
         for job in jobs:
             if job.function.runs_alone:
-                self._run_together([job])
-        self._run_together([job for job in jobs if not job.function.runs_alone])
+                self._run_together([job], None)
+        self._run_together([job for job in jobs if not job.function.runs_alone], meanwhile)
 
-    def _run_together(self, jobs: Sequence[Job]) -> None:
-        waited_for = [job for job in jobs if job.function.is_async]
-        synchronous = [job for job in jobs if not job.function.is_async]
+    def _runs_on_loop(self, function: Function) -> bool:
+        return function.is_async or (function.runs_beside_scoring and self.timeout is not None)
+
+    def _run_together(self, jobs: Sequence[Job], meanwhile: Callable[[], None] | None) -> None:
+        waited_for = [job for job in jobs if self._runs_on_loop(job.function)]
+        synchronous = [job for job in jobs if job not in waited_for]
         here = [job for job in synchronous if self.timeout is None or job.function.runs_in_calling_thread]
         threads = [job for job in synchronous if job not in here]
         started = time.monotonic()
@@ -184,11 +201,13 @@ class RewardRunner:
         try:
             done: Done = queue.SimpleQueue()
             for job in threads:
-                start_in_thread(job, done)
+                start_in_thread(job, done.put)
             for job in here:
                 job.outcome = call_here(job)
             if self.timeout is not None:
                 collect(threads, done, self.timeout, started)
+            if meanwhile is not None:
+                meanwhile()
             self._await(waited_for, futures, started)
         finally:
             for future in futures:
@@ -223,6 +242,18 @@ def run_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     was left behind may still be running.
     """
     function.runs_alone = True  # type: ignore[attr-defined]
+    return function
+
+
+def run_beside_scoring(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a synchronous reward function as one that may still run while the trainer computes log-probs; usable as a
+    decorator.
+
+    For functions that wait for a server or for other processes, and that do not use the model that is trained: its
+    attention and its weights are others meanwhile. Asynchronous functions do so without a mark; `run_alone` takes it
+    from them. A class of reward functions says the same with `runs_beside_scoring = True`.
+    """
+    function.runs_beside_scoring = True  # type: ignore[attr-defined]
     return function
 
 

@@ -22,42 +22,50 @@ from grupo.errors import ConfigError
 from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction
 from grupo.rewards.exact import ExactNumber
 from grupo.rewards.expressions import MAX_LENGTH, Answer, Listing, is_prose, read_answer, same_answer
-from grupo.rewards.golds import gold_text, read_gold
+from grupo.rewards.golds import ANSWER_NEEDED, gold_text, read_gold, shown_gold
 from grupo.rewards.values import same_values
+from grupo.rewards.verifiers import GoldVerifier, Verdict, compared, unreadable, without_answer
 from grupo.rewards.workers import WorkerPool
 
 ROUNDED = 1e-5
 """Largest relative difference of two numbers of which one may be a rounded value of the other."""
 
 
-class MathVerify:
-    """Is the answer of a completion the gold answer, up to equivalence of formulas? True, False, or None.
+class MathVerify(GoldVerifier):
+    """Is the answer of a completion the gold answer, up to equivalence of formulas?
 
     `math_accuracy(verify="math-verify")` is the reward that asks it, and `disagreement` compares it with others.
     It can be pickled, and used from any thread or process; worker processes start when they are first needed.
     """
 
+    needs = ANSWER_NEEDED
+
     def __init__(
         self,
+        gold_column: str = "answer",
         *,
         extraction: Extraction = BOX_ELSE_NUMBER,
         compare_values: bool = True,
         timeout: float = 2.0,
         memory_mb: int = 1024,
         workers: int | None = None,
+        name: str = "math_verify",
     ) -> None:
         """
         Args:
+            gold_column: dataset column with numbers, formulas, or solutions that end in an answer.
             extraction: where the answer of a completion stands.
             compare_values: formulas whose values differ (`values.py`) are wrong, and math-verify is not asked. Without
                 it, math-verify is on its own, as a comparison of the two needs it.
             timeout: seconds for one comparison; one that takes longer counts as wrong.
             memory_mb: MiB of address space of a worker process, where the platform can limit it.
             workers: processes at most; None for one per CPU that this process may use, 4 at most.
+            name: of its metrics.
 
         Raises:
             ConfigError: `math-verify` is not installed.
         """
+        super().__init__(name, gold_column)
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 "The comparison of formulas needs the package math-verify. Install it (pip install 'grupo[math]'), or "
@@ -73,33 +81,35 @@ class MathVerify:
         self._lock = threading.Lock()
         self._pool: WorkerPool | None = None
 
-    def judge(self, text: str, gold: Any) -> bool | None:
-        """Whether the answer of one completion is right; None where the gold answer cannot be read."""
+    def can_read(self, gold: Any) -> bool:
+        return read_gold(gold) is not None
+
+    def judge(self, text: str, gold: Any) -> Verdict:
         return self.judge_all([text], [gold])[0]
 
-    def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[bool | None]:
-        """`judge` for many completions at once, in parallel; equal questions are asked once."""
-        verdicts: list[bool | None] = []
+    def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[Verdict]:
+        """The verdicts on many completions, in parallel; equal questions are asked once."""
+        verdicts: list[Verdict] = []
         questions: dict[tuple[str, str], list[int]] = {}
         for index, (text, gold) in enumerate(zip(texts, golds, strict=True)):
-            expected, written = read_gold(gold), self.extraction.find(text).answer
-            answer = None if written is None else read_answer(written)
+            expected, found = read_gold(gold), self.extraction.find(text)
+            answer = None if found.answer is None else read_answer(found.answer)
             if expected is None:
-                verdicts.append(None)
-            elif answer is None or written is None:
-                verdicts.append(False)
+                verdicts.append(unreadable(gold))
+            elif answer is None or found.answer is None:
+                verdicts.append(without_answer(found))
             else:
-                question = (written, gold_text(gold) or "")
+                question = (found.answer, gold_text(gold) or "")
                 verdict = exact_verdict(answer, expected)
                 if verdict is None and not any(map(_is_hopeless, question)):
                     questions.setdefault(question, []).append(index)
-                verdicts.append(verdict or False)
+                verdicts.append(compared(verdict is True, found.answer, gold))
         if self.compare_values:
             questions = {asked: indices for asked, indices in questions.items() if not _values_differ(*asked)}
         if questions:
-            for indices, right in zip(questions.values(), self._ask(list(questions)), strict=True):
-                for index in indices:
-                    verdicts[index] = right
+            for indices, is_right in zip(questions.values(), self._ask(list(questions)), strict=True):
+                for index in indices if is_right else ():
+                    verdicts[index] = Verdict("right", f"it is a form of the gold answer {shown_gold(golds[index])}")
         return verdicts
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction
-from grupo.rewards.golds import gold_text, read_gold
+from grupo.rewards.golds import ANSWER_NEEDED, gold_text, read_gold, shown_gold
+from grupo.rewards.verifiers import GoldVerifier, Verdict, compared, unreadable, without_answer
 
 MAX_LENGTH = 300
 MAX_DEPTH = 30
@@ -39,18 +40,31 @@ class Unreadable(ValueError):
     """A text that this module does not read, or a value beyond its limits."""
 
 
-class NumericCheck:
-    """Has the answer of a completion the values of the gold answer? True, False, or None where it cannot tell."""
+class NumericCheck(GoldVerifier):
+    """Has the answer of a completion the values of the gold answer? Undecided where it cannot tell."""
 
-    def __init__(self, *, extraction: Extraction = BOX_ELSE_NUMBER) -> None:
+    needs = ANSWER_NEEDED
+
+    def __init__(
+        self, gold_column: str = "answer", *, extraction: Extraction = BOX_ELSE_NUMBER, name: str = "numeric_check"
+    ) -> None:
+        super().__init__(name, gold_column)
         self.extraction = extraction
 
-    def judge(self, text: str, gold: Any) -> bool | None:
-        expected = None if read_gold(gold) is None else gold_text(gold)
+    def can_read(self, gold: Any) -> bool:
+        return read_gold(gold) is not None
+
+    def judge(self, text: str, gold: Any) -> Verdict:
+        expected = gold_text(gold) if self.can_read(gold) else None
         if expected is None:
-            return None
-        written = self.extraction.find(text).answer
-        return False if written is None else same_values(written, expected)
+            return unreadable(gold)
+        found = self.extraction.find(text)
+        if found.answer is None:
+            return without_answer(found)
+        same = same_values(found.answer, expected)
+        if same is None:
+            return Verdict("undecided", f"{found.answer!r:.80} or {shown_gold(gold)} has no value here")
+        return compared(same, found.answer, gold)
 
 
 def same_values(answer: str, gold: str) -> bool | None:

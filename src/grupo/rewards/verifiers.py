@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import completion_texts
+from grupo.rewards.answers import Found, completion_texts
 from grupo.rewards.golds import shown_gold
 
 Decision = Literal["right", "wrong", "undecided"]
@@ -150,14 +150,18 @@ class GoldVerifier(JudgedByGold):
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
         texts, golds = self.pairs(completions, columns)
         verdicts = self.judge_all(texts, golds)
-        self.count_unusable(golds, [verdict.decision == "undecided" for verdict in verdicts])
+        undecided = [verdict.decision == "undecided" for verdict in verdicts]
+        self.count_unusable(
+            golds, [is_so and not self.can_read(gold) for is_so, gold in zip(undecided, golds, strict=True)]
+        )
         return verdicts
 
     @abstractmethod
     def judge(self, text: str, gold: Any) -> Verdict:
-        """The verdict on one completion text; undecided exactly where the gold answer cannot be read."""
+        """The verdict on one completion text; undecided wherever the gold answer cannot be read."""
 
     def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[Verdict]:
+        """`judge` for many completions at once."""
         return [self.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
 
 
@@ -199,6 +203,13 @@ class GoldScore(JudgedByGold):
 def unreadable(gold: Any) -> Verdict:
     """What is said where the gold answer cannot be read."""
     return Verdict("undecided", f"the gold answer {shown_gold(gold)} cannot be read")
+
+
+def without_answer(found: Found) -> Verdict:
+    """What is said where no answer was found, or none that can be read."""
+    if found.source is None:
+        return Verdict("wrong", "it has no answer")
+    return Verdict("wrong", f"what it answers ({found.source}) cannot be read")
 
 
 def compared(same: bool, answer: str, gold: Any) -> Verdict:

@@ -6,13 +6,14 @@ and `Slots` computes advantages from all of them on every rank.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from grupo.rollout.slots import AdvantageSettings, Earnings, Refill, Round, Row,
 from grupo.sampling import SamplingSpec
 
 logger = logging.getLogger("grupo")
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,32 @@ class RolloutResult:
     """Sampled by all ranks, and those of the prompts, which count once per completion."""
     seconds_generating: float
     seconds_rewarding: float
+    """In which nothing else was done."""
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What one rank sampled."""
+
+    numbers: tuple[int, ...]
+    prompts: list[Prompt]
+    """One for each of `completions`."""
+    completions: list[Completion]
+    seconds: float
+
+
+@dataclass
+class _Aside:
+    """What is done while rewards are awaited: its time is not theirs, and neither is what it raises."""
+
+    work: Callable[[], None]
+    seconds: float = 0.0
+    error: Exception | None = None
+
+    def __call__(self) -> None:
+        started = time.perf_counter()
+        _, self.error = _attempt(self.work)
+        self.seconds = time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -104,6 +133,7 @@ class RolloutCollector:
         purpose: str = "train",
         rows_at_once: int | None = None,
         refill: Refill | None = None,
+        meanwhile: Callable[[dict[int, Sample]], None] | None = None,
     ) -> RolloutResult:
         """Collects one rollout.
 
@@ -113,6 +143,8 @@ class RolloutCollector:
             purpose: keeps the random numbers of training and evaluation apart.
             rows_at_once: most completions that the engine samples together; None: all of them.
             refill: replaces groups without a signal, in their slots; None: they stay.
+            meanwhile: called once on every rank while rewards are awaited, with its samples by completion number; it
+                may use collectives. Not together with `refill`.
 
         Raises:
             RewardError: on every rank, if a reward function broke the contract on any of them, or failed too often.
@@ -121,10 +153,10 @@ class RolloutCollector:
         slots = Slots(prompts, group_size=group_size, settings=settings)
 
         def sample(own: Sequence[int]) -> None:
-            def own_part() -> _Part:
-                return self._own_part(slots.prompts, own, group_size, sampling, purpose, rows_at_once, trainer_state)
+            def generate() -> _Sampled:
+                return self._sampled(slots.prompts, own, group_size, sampling, purpose, rows_at_once)
 
-            slots.add(self._round(own_part))
+            slots.add(self._round(generate, meanwhile, settings, trainer_state))
             _check_failures(slots.rounds, settings)
 
         sample(numbers)
@@ -150,14 +182,24 @@ class RolloutCollector:
             seconds_rewarding=sum(one.seconds_rewarding for one in slots.rounds),
         )
 
-    def _round(self, own_part: Callable[[], _Part]) -> Round:
-        """Samples and scores this rank's completions by `own_part`; every rank enters, with or without any."""
+    def _round(
+        self,
+        generate: Callable[[], _Sampled],
+        meanwhile: Callable[[dict[int, Sample]], None] | None,
+        settings: AdvantageSettings,
+        trainer_state: Any,
+    ) -> Round:
+        """Samples and scores this rank's completions; every rank enters, with or without any."""
         part: _Part | None = None
-        error: Exception | None = None
-        try:
-            part = own_part()
-        except Exception as reason:  # whatever it is, the other ranks must hear of it before it goes on its way
-            error = reason
+        sampled, error = _attempt(generate)
+        if meanwhile is not None:
+            # It has collectives of its own: all ranks begin it, or none.
+            _raise_any(self.all_gather(_as_message(error)), error)
+        if sampled is not None:
+            aside = meanwhile and _Aside(functools.partial(meanwhile, _before_rewards(sampled, settings)))
+            part, error = _attempt(functools.partial(self._part, sampled, aside, trainer_state))
+            if aside is not None and aside.error is not None:
+                raise aside.error
         rows, logged, failures = self._exchange(part, error)
         assert part is not None
         if self.tells:
@@ -166,7 +208,7 @@ class RolloutCollector:
             part.rollouts, part.table.extras, rows, logged, failures, part.seconds_generating, part.seconds_rewarding
         )
 
-    def _own_part(
+    def _sampled(
         self,
         prompts: Sequence[Prompt],
         numbers: Sequence[int],
@@ -174,8 +216,7 @@ class RolloutCollector:
         sampling: SamplingSpec,
         purpose: str,
         rows_at_once: int | None,
-        trainer_state: Any,
-    ) -> _Part:
+    ) -> _Sampled:
         started = time.perf_counter()
         chunk = rows_at_once or max(len(numbers), 1)
         completions = [
@@ -183,16 +224,20 @@ class RolloutCollector:
             for start in range(0, len(numbers), chunk)
             for completion in self._generate(prompts, numbers[start : start + chunk], group_size, sampling, purpose)
         ]
-        generated = time.perf_counter()
         own_prompts = [prompts[number // group_size] for number in numbers]
-        table = self._score(own_prompts, completions, trainer_state)
+        return _Sampled(tuple(numbers), own_prompts, completions, time.perf_counter() - started)
+
+    def _part(self, sampled: _Sampled, aside: _Aside | None, trainer_state: Any) -> _Part:
+        started = time.perf_counter()
+        table = self._score(sampled.prompts, sampled.completions, trainer_state, aside)
         rollouts = {
             number: Rollout(prompt, completion, scores, statuses)
             for number, prompt, completion, scores, statuses in zip(
-                numbers, own_prompts, completions, table.scores, table.statuses, strict=True
+                sampled.numbers, sampled.prompts, sampled.completions, table.scores, table.statuses, strict=True
             )
         }
-        return _Part(rollouts, table, generated - started, time.perf_counter() - generated)
+        seconds = time.perf_counter() - started - (0.0 if aside is None else aside.seconds)
+        return _Part(rollouts, table, sampled.seconds, seconds)
 
     def _generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], group_size: int, sampling: SamplingSpec, purpose: str
@@ -211,7 +256,13 @@ class RolloutCollector:
             completions.update(zip(members, group, strict=True))
         return [completions[number] for number in numbers]
 
-    def _score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], trainer_state: Any) -> RewardTable:
+    def _score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        trainer_state: Any,
+        meanwhile: Callable[[], None] | None,
+    ) -> RewardTable:
         answers = [
             [{"role": "assistant", "content": completion.text}] if prompt.is_conversational else completion.text
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -223,6 +274,7 @@ class RolloutCollector:
             columns=reward_columns(prompts),
             trainer_state=trainer_state,
             prompt_texts=[self.prompt_text(prompt) for prompt in prompts],
+            meanwhile=meanwhile,
         )
 
     def _tell(self, rows: Mapping[int, Row], failures: Sequence[RewardFailure]) -> None:
@@ -265,9 +317,7 @@ class RolloutCollector:
         # One collective that every rank enters whatever happened on it: no rank can be left waiting.
         gathered = self.all_gather((own_rows, metrics, failures, _as_message(error)))
         rank_rows, rank_metrics, rank_failures, messages = zip(*gathered, strict=True)
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise error or _error_of(rank, message)
+        _raise_any(messages, error)
         logged = MetricSums()
         for metrics in rank_metrics:
             for name, values in metrics.items():
@@ -275,6 +325,37 @@ class RolloutCollector:
                     logged.add(name, value)
         rows = sorted(itertools.chain(*rank_rows), key=lambda row: row.number)
         return {row.number: row for row in rows}, logged, list(itertools.chain(*rank_failures))
+
+
+def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """What `work` returns, or what it raises: the other ranks must hear of that before it goes on its way."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _before_rewards(sampled: _Sampled, settings: AdvantageSettings) -> dict[int, Sample]:
+    """Samples by completion number, without advantages; in the loss are those that only a reward can take out of it."""
+    return {
+        number: Sample(
+            prompt_ids=prompt.token_ids,
+            completion_ids=completion.token_ids,
+            advantage=0.0,
+            has_loss=not (settings.mask_truncated and completion.is_truncated),
+            group_is_live=False,
+            behavior_logprobs=completion.behavior_logprobs,
+            entropies=completion.entropies,
+        )
+        for number, prompt, completion in zip(sampled.numbers, sampled.prompts, sampled.completions, strict=True)
+    }
+
+
+def _raise_any(messages: Sequence[tuple[bool, str] | None], error: Exception | None) -> None:
+    """Raises `error`, or the first that another rank tells of."""
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise error or _error_of(rank, message)
 
 
 def _as_message(error: Exception | None) -> tuple[bool, str] | None:

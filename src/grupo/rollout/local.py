@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grupo.errors import TrainingError
 from grupo.models.decoding import decoding_copy
 from grupo.models.memory import free_bytes, give_back_memory
 from grupo.models.quantized import dense_bytes, spare_evaluation_mode
@@ -23,6 +25,10 @@ from grupo.sampling import SamplingSpec
 
 MAX_ROWS = {"cpu": 64}
 """Rows that are decoded together, by kind of device; 256 on others."""
+_NO_NUMBERS = (
+    "The model's logits are NaN or infinite, so no token can be drawn. Its weights are damaged, or it overflows in its "
+    "dtype: load them again, and use bfloat16 or float32 instead of float16."
+)
 COPY_HEADROOM = 1.5
 """The model's size times this must be free for a copy of it: the cache comes on top."""
 
@@ -82,7 +88,8 @@ class LocalEngine:
         self.max_rows = max_rows or MAX_ROWS.get(self.device.type, 256)
         self._calls = Calls(model)
         self._takes_row_cache: bool | None = None
-        self._copies: bool | None = None
+        self.copies: bool | None = None
+        """Whether a copy decodes; None: decided at the first rollout, by the free memory."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         finished: dict[tuple[int, int], Completion] = {}
@@ -102,11 +109,11 @@ class LocalEngine:
         ]
 
     def _decoding_model(self) -> nn.Module:
-        if self._copies is None:
+        if self.copies is None:
             # Once: with folded adapters numbers are rounded differently, and a run is to stay the same all along.
             free, needed = free_bytes(self.device), dense_bytes(self.model)
-            self._copies = free is None or free > COPY_HEADROOM * needed
-        copied = decoding_copy(self.model) if self._copies else None
+            self.copies = free is None or free > COPY_HEADROOM * needed
+        copied = decoding_copy(self.model) if self.copies else None
         return self.model if copied is None else copied
 
     def _decoder(self, model: nn.Module, requests: Sequence[GenerationRequest]) -> Decoder:
@@ -139,6 +146,8 @@ class LocalEngine:
             )
             # One transfer a step; token ids are exact in float64.
             ids, *numbers = torch.stack([column.double() for column in draw]).tolist()
+            if any(map(math.isnan, numbers[0])):
+                raise TrainingError(_NO_NUMBERS)
             going = []
             for place, (row, token, behavior, sampled, entropy) in enumerate(zip(rows, ids, *numbers, strict=True)):
                 row.token_ids.append(int(token))
@@ -209,7 +218,7 @@ class LocalEngine:
     def _completion(self, row: _Row, stopped: bool) -> Completion:
         return Completion(
             token_ids=tuple(row.token_ids),
-            text=self.decode(row.token_ids),
+            text=self.decode(row.token_ids[:-1] if stopped else row.token_ids),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             behavior_logprobs=tuple(row.behavior_logprobs),
             sampled_logprobs=tuple(row.sampled_logprobs),

@@ -76,8 +76,13 @@ def model_card(
 
 
 def card_from_files(folder: Path, run: Path, *, base_model: str | None, is_adapter: bool) -> str:
-    """A card for a model without one, from what its run has left: recipe, metrics."""
+    """A card for a model without one, from what its run has left: card, recipe, metrics."""
     recipe, log = run / "recipe.yaml", training_log(run / "metrics.jsonl")
+    of_run = (run / "README.md").read_text(encoding="utf-8") if (run / "README.md").is_file() else ""
+    if is_written(of_run):
+        # Its own name for the base model is the better one: not the place where it was cached.
+        named = re.search(r"^base_model: (.+)$", of_run, flags=re.MULTILINE)
+        base_model = named.group(1) if named else base_model
     steps = f"trained for {log[-1]['step']} steps of GRPO with grupo" if log else "trained with grupo"
     return model_card(
         title=folder.resolve().name,
@@ -85,7 +90,7 @@ def card_from_files(folder: Path, run: Path, *, base_model: str | None, is_adapt
         base_model=base_model or "unknown",
         is_adapter=is_adapter,
         summary=f"{base_model or 'A model'}, {steps}.",
-        results={},
+        results=dict(re.findall(r"^\| (held-out [^|]+|change) \| ([^|]+) \|$", of_run, flags=re.MULTILINE)),
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else None,
         log=log,
     )

@@ -1,148 +1,168 @@
-"""What a checkpoint holds beyond that of `transformers.Trainer`: the open rollout window and the controllers."""
+"""Checkpoints on disk: a folder that is there as a whole or not at all, and that proves it.
+
+A checkpoint is written into `unfinished/checkpoint-N`. When every process has written its files, they are synced to
+the disk, their sizes and hashes go into the marker, the last file, and the folder is renamed to `checkpoint-N`. What
+ends the process in between, whatever it is, leaves the earlier checkpoints as they were.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
-import logging
-import textwrap
-import zipfile
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError
 
-from grupo.errors import ConfigError
-from grupo.records import Sample
+from grupo.metrics import AllGather
 
-logger = logging.getLogger("grupo")
+MARKER = "grupo_checkpoint.json"
+UNFINISHED = "unfinished"
+"""Folder in the run's folder in which checkpoints are written."""
 
-Window = tuple[int, list[list[Sample]]]
-
-
-def save_state(folder: Path, *, rank: int, world_size: int, window: Window | None, **parts: Any) -> None:
-    """Writes the state of one rank: its samples of the open window, and `parts`, which must be plain or tensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    plain = (
-        None if window is None else (window[0], [[dataclasses.asdict(sample) for sample in step] for step in window[1]])
-    )
-    torch.save({"world_size": world_size, "window": plain, **parts}, _path(folder, rank))
+# What a full disk or a missing permission raises, through Python, torch (RuntimeError) and safetensors.
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
-def load_state(folder: Path, *, rank: int, world_size: int) -> dict[str, Any] | None:
-    """The state of one rank as it was saved, `window` with records again; None where the checkpoint has none.
+def write_checkpoint(
+    target: Path,
+    write: Callable[[Path], None],
+    *,
+    about: Mapping[str, Any],
+    seals: bool,
+    all_gather: AllGather,
+) -> str | None:
+    """Writes the checkpoint `target`, or nothing; returns why it could not be written. All processes call it together.
 
-    Raises:
-        ConfigError: the checkpoint was written by another number of processes, or lacks the state of this one.
+    Args:
+        write: puts the files of this process into the folder that it is given.
+        about: plain values that the marker keeps beside sizes and hashes.
+        seals: whether this process makes, seals and renames the folder: one of all, or one on each machine.
     """
-    if not _path(folder, 0).is_file():
-        return None
-    saved = torch.load(_path(folder, 0), map_location="cpu", weights_only=True)
-    if saved["world_size"] != world_size:
-        raise ConfigError(
-            f"The checkpoint {folder} was written by {saved['world_size']} processes, and this run has {world_size}: "
-            f"each process goes on with its own completions. Start it with {saved['world_size']}."
-        )
-    if not _path(folder, rank).is_file():
-        raise ConfigError(f"The checkpoint {folder} lacks {_path(folder, rank).name}, the state of process {rank}.")
-    state: dict[str, Any] = (
-        saved if rank == 0 else torch.load(_path(folder, rank), map_location="cpu", weights_only=True)
-    )
-    if state["window"] is not None:
-        index, steps = state["window"]
-        state["window"] = (index, [_samples(step) for step in steps])
-    return state
+    partial = target.parent / UNFINISHED / target.name
 
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
 
-def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """A resumed run goes on with the same prompts, groups and distribution.
+    def finish() -> None:
+        seal(partial, about)
+        _put_in_place(partial, target)
 
-    Raises:
-        ConfigError: a setting that decides about them has changed.
-    """
-    changed = [
-        f"{name} was {_short(saved[name])} and is {_short(now[name])}"
-        for name in now
-        if name in saved and saved[name] != now[name]
+    parts: list[Callable[[], None] | None] = [
+        begin if seals else None,
+        lambda: write(partial),
+        finish if seals else None,
     ]
-    if changed:
-        raise ConfigError(
-            f"The checkpoint {folder} belongs to a run with other settings: {'; '.join(changed)}. Set them back to "
-            "resume it. To train on with new settings, start a new run from the saved model."
-        )
+    for part in parts:
+        reasons: list[str] = [reason for reason in all_gather(_why_not(part)) if reason is not None]
+        if reasons:
+            if seals:
+                shutil.rmtree(partial, ignore_errors=True)
+            return str(reasons[0])
+    return None
 
 
-def _short(value: Any) -> str:
-    return textwrap.shorten(str(value), 80, placeholder=" ...")
+def seal(folder: Path, about: Mapping[str, Any]) -> None:
+    """Syncs all files of a folder to the disk and writes the marker, with their sizes and hashes, last."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER):
+        _sync(path)
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "blake2b": _hash(path)}
+    content = {**about, "files": files}
+    (folder / MARKER).write_text(json.dumps({**content, "blake2b": _digest(content)}, indent=1), encoding="utf-8")
+    for path in (folder / MARKER, *(path for path in folder.rglob("*") if path.is_dir()), folder):
+        _sync(path)
 
 
-def unfinished(folder: Path) -> list[str]:
-    """Files that a checkpoint needs to be resumed from, and that are missing, empty or cut short."""
-    states, weights = [*folder.glob("rng_state*.pth")], [*folder.rglob("*.safetensors"), *folder.glob("*.bin")]
-    files = [*(folder / name for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt")), *states, *weights]
-    for index in folder.glob("*.index.json"):
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if _is_whole(index) else [index]
-        files += [folder / name for name in sorted(set(shards))]
-    damaged = [path.name for path in [*files, *folder.glob("grupo_state_*.pt")] if not _is_whole(path)]
-    return [*damaged, *([] if states else ["rng_state.pth"]), *([] if weights else ["the weights"])]
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a file is there to its end, as far as its format says so without reading all of it."""
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    if path.suffix == ".json":
-        return _parsed(path.read_bytes()) is not None
-    if path.suffix == ".safetensors":
-        return _safetensors_size(path) == path.stat().st_size
-    # What torch saves is a zip archive, whose directory is at the end.
-    return path.suffix == ".bin" or zipfile.is_zipfile(path)
-
-
-def _safetensors_size(path: Path) -> int:
-    """Bytes that the header of the file says it has; 0 where the header itself is damaged."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = _parsed(file.read(length)) if length < path.stat().st_size else None
-    if not isinstance(header, dict):
-        return 0
-    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-    return 8 + length + max(ends, default=0)
-
-
-def _parsed(text: bytes) -> Any:
-    """The JSON value; None where it is none."""
+def read_marker(folder: Path) -> dict[str, Any] | None:
+    """What was written about a checkpoint; None where the marker is missing or damaged."""
     try:
-        return json.loads(text)
-    except ValueError:
+        content = json.loads((folder / MARKER).read_bytes())
+        return dict(content) if content.pop("blake2b") == _digest(content) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def last_complete_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run that was written to its end.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    numbers = [int(path.name.rpartition("-")[2]) for path in run.glob("checkpoint-*") if path.name[11:].isdigit()]
-    for number in sorted(numbers, reverse=True):
-        folder = run / f"checkpoint-{number}"
-        missing = unfinished(folder)
-        if not missing:
-            return folder
-        logger.warning(
-            "%s was not written to its end (%s); an earlier checkpoint is looked for.", folder, ", ".join(missing)
-        )
-    raise ConfigError(
-        f"{run} has no checkpoint to resume from. Leave resume_from_checkpoint out to start again; checkpoints are "
-        "made with save_strategy='steps', and can be resumed from unless save_only_model=True."
-    )
+def damage(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, file by file, read to the last byte; empty where it is whole."""
+    if not folder.is_dir():
+        return ["there is no such folder"]
+    marker = read_marker(folder)
+    if marker is None:
+        return [f"{MARKER} is missing or damaged, which is written last"]
+    return [text for name, wanted in marker["files"].items() if (text := _damage_of(folder / name, name, wanted))]
 
 
-def _samples(records: Sequence[dict[str, Any]]) -> list[Sample]:
-    return [Sample(**record) for record in records]
+def numbers_of_checkpoints(run: Path) -> list[int]:
+    """Optimizer steps after which there is a checkpoint, whole or not, the newest first."""
+    names = (path.name.removeprefix("checkpoint-") for path in run.glob("checkpoint-*") if path.is_dir())
+    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"grupo_state_{rank}.pt"
+def put_finished_in_place(run: Path) -> None:
+    """Renames what was sealed when the process ended, and removes what was not."""
+    unfinished = run / UNFINISHED
+    if not unfinished.is_dir():
+        return
+    for number in numbers_of_checkpoints(unfinished):
+        name = f"checkpoint-{number}"
+        if not (run / name).exists() and not damage(unfinished / name):
+            (unfinished / name).rename(run / name)
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _why_not(part: Callable[[], None] | None) -> str | None:
+    try:
+        if part is not None:
+            part()
+    except WRITE_ERRORS as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    # Of the same step: then there are two whole ones, and either is good, whenever the process ends.
+    older = partial.with_name(f"{target.name}-older")
+    shutil.rmtree(older, ignore_errors=True)
+    if target.exists():
+        target.rename(older)
+    partial.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(partial.parent, ignore_errors=True)
+
+
+def _damage_of(path: Path, name: str, wanted: Mapping[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != wanted["bytes"]:
+            return f"{name} has {size:,} of {wanted['bytes']:,} bytes"
+        return None if _hash(path) == wanted["blake2b"] else f"{name} is not as it was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Has the disk hold what was written, of a file or of a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from grupo.records import Group
+from grupo.runs.folder import named
 
 logger = logging.getLogger("grupo")
+
+PENDING = "grupo_completions.parquet"
 
 
 class CompletionTable:
@@ -59,9 +62,22 @@ class CompletionTable:
             rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
         if not rows or self.rank != 0:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._write(rows, self.folder / f"completions_{step:05d}.parquet")
+        with named(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write(rows, self.folder / f"completions_{step:05d}.parquet")
         _print(rows[: self.rows_to_print], step)
+
+    def save(self, folder: Path) -> None:
+        """Keeps what was not shown yet in a checkpoint."""
+        if self._rows and self.rank == 0:
+            self._write(self._rows, folder / PENDING)
+
+    def load(self, folder: Path) -> None:
+        """Goes on from a checkpoint."""
+        import pyarrow.parquet as pq
+
+        path = folder / PENDING
+        self._rows = pq.read_table(path).to_pylist() if path.is_file() else []
 
     def _write(self, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         """A column whose values have no common type, which parquet needs, is written as text."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import logging
 import math
+import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from grupo import __version__
+from grupo.errors import TrainingError
 from grupo.records import Group
+from grupo.runs.checkpoint import UNFINISHED, numbers_of_checkpoints
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +34,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetens
 
 # What a run writes and the next one in the same folder would overwrite or continue.
 RECORDS = ("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eval_*.json", "summary.json", "cut")
-CHECKPOINTS = ("checkpoint-*", "sft", "sft.*")
+CHECKPOINTS = ("checkpoint-*", UNFINISHED, "sft", "sft.*")
 ADAPTER = ("adapter_*",)
 WHOLE_MODEL = ("config.json", "generation_config.json", "model*.safetensors*")
 CARD = ("README.md", "reward.svg")
@@ -37,9 +43,9 @@ CARD = ("README.md", "reward.svg")
 class RunFolder:
     """Writes `metrics.jsonl`, `completions.jsonl`, `manifest.json` and `summary.json` below one folder.
 
-    Lines are appended and flushed one by one, so a killed run keeps all that it had logged. A fresh run never
-    overwrites an earlier one: that is moved into the folder `earlier`, `earlier-2` and so on. A resumed run moves the
-    lines behind its checkpoint into the folder `cut`.
+    Lines are appended and flushed as they come, so a killed run keeps all that it had logged. A fresh run never
+    overwrites an earlier one: that is moved into the folder `earlier`, `earlier-2` and so on. A resumed run moves what
+    was written behind its checkpoint into the folder `cut`.
     """
 
     def __init__(self, path: str | Path, *, rank: int = 0) -> None:
@@ -57,22 +63,37 @@ class RunFolder:
         if not resumed and self.rank == 0:
             _move_earlier_run(self.path)
 
-    def cut_back(self, step: int) -> None:
-        """Moves what was written after optimizer step `step`, from which the run goes on, into the folder `cut`.
+    def positions(self) -> dict[str, int]:
+        """Bytes of the files of this process, which are on the disk when this returns: where a checkpoint stands."""
+        return {path.name: _synced_size(path) for path in self._files() if path.is_file()}
+
+    def cut_back(self, step: int, positions: Mapping[str, int], *, logged_step: int) -> None:
+        """Moves what was written behind the checkpoint of optimizer step `step` into the folder `cut`.
 
         The steps behind a checkpoint come again, and would be in the files twice.
+
+        Args:
+            positions: of the files, when the checkpoint was made.
+            logged_step: the last one that was in a log then; tables of later ones come again.
         """
-        files = [self.completions_file, *([self.metrics_file] if self.rank == 0 else [])]
-        moved = {path.name: _cut_lines(path, step, self.path / "cut") for path in files if path.is_file()}
+        cut = self.path / "cut"
+        moved = {}
+        for path in self._files():
+            if path.is_file():
+                moved[path.name] = _cut_bytes(path, positions.get(path.name, 0), cut)
         if self.rank == 0:
-            moved["completions"] = _cut_tables(self.path / "completions", step, self.path / "cut" / "completions")
+            moved["completions"] = _cut_tables(self.path / "completions", logged_step, cut / "completions")
+            moved["checkpoints"] = _cut_checkpoints(self.path, step, cut)
         if any(moved.values()):
             logger.warning(
                 "The run goes on behind step %d: what was written after it is now in %s (%s).",
                 step,
-                self.path / "cut",
+                cut,
                 ", ".join(f"{count} of {name}" for name, count in moved.items() if count),
             )
+
+    def _files(self) -> list[Path]:
+        return [self.completions_file, *([self.metrics_file] if self.rank == 0 else [])]
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         if self.rank == 0:
@@ -92,7 +113,8 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         if self.rank == 0:
-            (self.path / name).write_text(text, encoding="utf-8")
+            with named(self.path / name):
+                (self.path / name).write_text(text, encoding="utf-8")
 
     def read_json(self, name: str) -> dict[str, Any]:
         """What `write_json` wrote; empty where there is no such file."""
@@ -124,7 +146,7 @@ def group_record(group: Group, reward_names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def manifest(*, seed: int, model: nn.Module, model_name: str, plan: Sequence[str], **more: Any) -> dict[str, Any]:
+def manifest(*, seed: int, model_name: str, model_hash: str, plan: Sequence[str], **more: Any) -> dict[str, Any]:
     """What is needed to know later how a run came about."""
     return {
         "grupo": __version__,
@@ -135,28 +157,29 @@ def manifest(*, seed: int, model: nn.Module, model_name: str, plan: Sequence[str
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seed": seed,
         "model": model_name,
-        "model_hash": model_hash(model),
+        "model_hash": model_hash,
         "git": git_state(),
         "plan": list(plan),
         **more,
     }
 
 
-def model_hash(model: nn.Module) -> str | None:
-    """BLAKE2 of names, shapes, dtypes and bytes of the parameters; None for models too large to read through.
+def model_hash(model: nn.Module) -> str:
+    """BLAKE2 of names, shapes, dtypes and bytes of the parameters; of models above 4 GiB, of the first bytes of each.
 
     Of a model with an adapter it is that of the frozen parameters, so of the base model.
     """
-    has_adapter = hasattr(model, "peft_config")
-    parameters = [(name, p) for name, p in model.named_parameters() if not (has_adapter and p.requires_grad)]
-    if sum(parameter.numel() * parameter.element_size() for _, parameter in parameters) > HASHED_BYTES_LIMIT:
-        return None
     import torch
 
+    has_adapter = hasattr(model, "peft_config")
+    parameters = [(name, p) for name, p in model.named_parameters() if not (has_adapter and p.requires_grad)]
+    size = sum(parameter.numel() * parameter.element_size() for _, parameter in parameters)
+    share = min(1.0, HASHED_BYTES_LIMIT / max(size, 1))
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in parameters:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        hashed = parameter.detach().reshape(-1)[: math.ceil(share * parameter.numel())]
+        digest.update(hashed.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -183,8 +206,24 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Says which file could not be written, and what to do.
+
+    Raises:
+        TrainingError: the disk is full, or the folder may not be written to.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{path} cannot be written: {getattr(error, 'strerror', None) or error}. Make room, or allow it; the run "
+            "then goes on from its last checkpoint, with --resume or trainer.train(resume_from_checkpoint=True)."
+        ) from error
+
+
 def _append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with named(path), path.open("a", encoding="utf-8") as file:
         for record in records:
             file.write(json.dumps(_jsonable(record), ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -202,32 +241,38 @@ def _jsonable(value: Any) -> Any:
     return _jsonable(value.item()) if hasattr(value, "item") else str(value)
 
 
-def _cut_lines(path: Path, step: int, target: Path) -> int:
-    """Moves the lines of later steps, and one that a killed run left unfinished; says how many."""
-    late = []
-    kept = path.with_name(path.name + ".new")
-    # As bytes: only a line feed ends a line, and an unfinished one may end inside a character.
-    with path.open("rb") as file, kept.open("wb") as sink:
-        for line in file:
-            if _is_late(line, step):
-                late.append(line)
-            else:
-                sink.write(line)
-    if late:
+def _synced_size(path: Path) -> int:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return file.seek(0, os.SEEK_END)
+
+
+def _cut_bytes(path: Path, position: int, target: Path) -> int:
+    """Moves the lines behind a position, the last of which a killed run may have left unfinished; says how many."""
+    size = path.stat().st_size
+    if size < position:
+        logger.warning(
+            "%s has %d bytes, and had %d when the checkpoint was made: lines are missing.", path, size, position
+        )
+    if size <= position:
+        return 0
+    with path.open("rb") as file:
+        file.seek(position)
+        late = file.read()
+    target.mkdir(exist_ok=True)
+    with (target / path.name).open("ab") as file:
+        file.write(late if late.endswith(b"\n") else late + b"\n")
+    os.truncate(path, position)
+    return late.count(b"\n") + (not late.endswith(b"\n"))
+
+
+def _cut_checkpoints(folder: Path, step: int, target: Path) -> int:
+    """Moves checkpoints of later steps, which would be taken for those of the run as it goes on; says how many."""
+    late = [number for number in numbers_of_checkpoints(folder) if number > step]
+    for number in late:
         target.mkdir(exist_ok=True)
-        with (target / path.name).open("ab") as file:
-            file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in late)
-        kept.replace(path)
-    else:
-        kept.unlink()
+        (folder / f"checkpoint-{number}").replace(fresh_folder(target, f"checkpoint-{number}"))
     return len(late)
-
-
-def _is_late(line: bytes, step: int) -> bool:
-    try:
-        return bool(json.loads(line)["step"] > step)
-    except ValueError:
-        return True
 
 
 def _cut_tables(folder: Path, step: int, target: Path) -> int:

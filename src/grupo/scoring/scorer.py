@@ -189,7 +189,9 @@ class Scorer:
     def _head_matches(self, module: nn.Module, device: torch.device) -> bool:
         head = self._linear_head()
         ids = torch.arange(1, 9, device=device).remainder(head.weight.shape[0]).unsqueeze(0)
-        hidden, output = self._hidden_states(module, {"input_ids": ids})
+        # With dropout the check would take random numbers, and a resumed run makes it later than the first one did.
+        with dropout_off(self.base):
+            hidden, output = self._hidden_states(module, {"input_ids": ids})
         expected = output.logits[:, -1].float()
         projected = nn.functional.linear(hidden[:, -1], head.weight.to(hidden.dtype), head.bias).float()
         tolerance = HEAD_TOLERANCE.get(hidden.dtype, 1e-2) * float(expected.abs().max().clamp_min(1.0))

@@ -1,0 +1,7 @@
+"""`python -m grupo` is `grupo`."""
+
+import sys
+
+from grupo.cli import main
+
+sys.exit(main())
