@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from grupo.cli import main
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.models.decoding import decoding_copy
 from grupo.models.load import add_adapter, check_trainable
 from grupo.models.lora import lora_added_in_place
+from grupo.models.memory import activations_in_host_memory
 from grupo.models.quantized import (
     arithmetic_dtype,
     dense_bytes,
@@ -302,3 +305,44 @@ def test_bitsandbytes_missing_is_a_sentence(monkeypatch):
     monkeypatch.setattr("grupo.models.quantized.is_bitsandbytes_available", lambda: False)
     with pytest.raises(ConfigError, match=r"load_in_4bit=True needs .*pip install"):
         quantization_config("nf4", torch.float32, asked="load_in_4bit=True")
+
+
+def test_a_recipe_in_4_bits(folder, tmp_path, capsys):
+    """And the adapter that it leaves is one of a quantised base."""
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {folder}\ntask: times-tables\nquantization: nf4\ndtype: float32\neval: {{enabled: false}}\n"
+        f"training: {{output_dir: {tmp_path / 'run'}, max_steps: 1, per_device_train_batch_size: 8, report_to: [],\n"
+        "  max_completion_length: 6, optim: adamw_8bit, learning_rate: 0.01}\n"
+    )
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert "nf4" in str(manifest["quantization"]) and (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    twice = [
+        "--set",
+        "training.model_init_kwargs={dtype: bfloat16}",
+        "--set",
+        f"training.output_dir={tmp_path / 'two'}",
+    ]
+    assert main(["train", str(tmp_path / "recipe.yaml"), *twice]) == 2
+    assert "dtype twice" in " ".join(capsys.readouterr().err.split())
+
+
+def test_layer_inputs_wait_in_host_memory(monkeypatch):
+    """What backward keeps with checkpointing are the inputs of layers; offloaded, none of them stays."""
+    monkeypatch.setattr("grupo.models.memory.SMALLEST_OFFLOADED", 1)
+    model = tiny_model()
+    model.gradient_checkpointing_enable()
+    model.train()
+    inputs, moved = [], set()
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0].data_ptr()))
+    empty_like = torch.empty_like
+
+    def leaving(tensor, **more):
+        moved.add(tensor.data_ptr())
+        return empty_like(tensor, **more)
+
+    monkeypatch.setattr(torch, "empty_like", leaving)
+    with activations_in_host_memory(model):
+        model(input_ids=IDS, use_cache=False)
+    assert len(inputs) == 2 and set(inputs) <= moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def test_the_script_runs(tmp_path):
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     result = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env={**__import__("os").environ, "PYTHONPATH": str(Path(grupo.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(grupo.__file__).parents[1])},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     said = result.stderr

@@ -57,7 +57,7 @@ def training_fields(recipe: Recipe) -> dict[str, Any]:
         ConfigError: the dtype is given twice.
     """
     training = dict(recipe.training)
-    dtype = recipe.dtype
+    dtype: str | None = recipe.dtype
     if dtype is None and recipe.quantization is not None:
         dtype = str(device_dtype()).removeprefix("torch.")
     if dtype is None:

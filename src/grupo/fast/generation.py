@@ -126,7 +126,7 @@ def load_lora(
     return LoRARequest(Path(path).name, lora_request_id or 1, os.fspath(path))
 
 
-def _check_adapter_folder(path: str | Path) -> None:
+def _check_adapter_folder(path: str | os.PathLike[str]) -> None:
     if not (Path(path) / "adapter_config.json").is_file():
         raise ConfigError(
             f"There is no adapter in {os.fspath(path)!r}: adapter_config.json is missing. model.save_lora(folder) and "

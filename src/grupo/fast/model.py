@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("grupo")
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
-METHODS = {
+METHODS: dict[str, Callable[..., Any]] = {
     "fast_generate": generation.fast_generate,
     "load_lora": generation.load_lora,
     "save_lora": saving.save_lora,
@@ -135,15 +135,15 @@ class FastLanguageModel:
         model: Any,
         r: int = 16,
         target_modules: str | Sequence[str] = (*ATTENTION_MODULES, *MLP_MODULES),
-        lora_alpha: float = 16,
+        lora_alpha: int = 16,
         lora_dropout: float = 0.0,
-        bias: str = "none",
+        bias: Any = "none",
         layers_to_transform: Sequence[int] | int | None = None,
         use_gradient_checkpointing: bool | str = "unsloth",
         random_state: int = 3407,
         use_rslora: bool = False,
         modules_to_save: Sequence[str] | None = None,
-        init_lora_weights: bool | str = True,
+        init_lora_weights: Any = True,
         finetune_last_n_layers: int | None = None,
         finetune_language_layers: bool = True,
         finetune_attention_modules: bool = True,

@@ -36,9 +36,8 @@ def lora_added_in_place(model: nn.Module) -> Iterator[None]:
     PEFT's own forward makes three tensors of the output's size on the way, in as many passes over memory.
     """
     # What 8-bit layers return may be a view, which autograd lets nobody write into.
-    changed: list[Any] = [
-        module for module in model.modules() if is_plain_lora(module) and not is_8bit(module.get_base_layer())
-    ]
+    plain: list[Any] = [module for module in model.modules() if is_plain_lora(module)]
+    changed = [module for module in plain if not is_8bit(module.get_base_layer())]
     for module in changed:
         module.lora_variant.update(dict.fromkeys(module.lora_A, _IN_PLACE))
     try:

@@ -91,7 +91,8 @@ def multiplies_dense_weight(layer: Any) -> bool:
 def dense_dtype(layer: Any) -> torch.dtype:
     """What a quantised layer computes in."""
     if is_4bit(layer):
-        return layer.compute_dtype or layer.weight.quant_state.dtype
+        dtype: torch.dtype = layer.compute_dtype or layer.weight.quant_state.dtype
+        return dtype
     return torch.float32
 
 
@@ -137,7 +138,7 @@ def is_packed_for_cpu(layer: Any) -> bool:
     return bool(getattr(layer.weight.quant_state, "packing_format_for_cpu", False))
 
 
-def check_quantized(model: nn.Module) -> None:
+def check_quantized(model: Any) -> None:
     """Quantised models that cannot be trained, or would get wrong gradients without a word.
 
     Raises:
