@@ -82,8 +82,10 @@ def test_every_field_of_trl_has_its_default() -> None:
 
 def test_own_fields() -> None:
     assert {name: field_default(FIELDS[name]) for name in GRUPO_ROWS} == {
+        "chat_template": None,
         "max_prompt_length": None,
         "overlong_prompts": "filter",
+        "reference_policy": "start",
         "micro_batch_tokens": None,
         "offload_activations": False,
         "max_failed_reward_share": 0.2,
@@ -424,6 +426,7 @@ EFFECT_CASES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] 
     "use_bias_correction_kl": (False, [{}], [WITH_KL]),
     "kl_on_dead_groups": (False, [{}], [WITH_KL]),
     "sync_ref_model": (True, [{}], [WITH_KL]),
+    "reference_policy": ("base", [{}], [WITH_KL]),
     "ref_model_mixup_alpha": (0.9, [WITH_KL], [{"sync_ref_model": True, **WITH_KL}]),
     "ref_model_sync_steps": (64, [{}], [{"sync_ref_model": True, **WITH_KL}]),
     "entropy_coef_min": (0.1, [{}, {"entropy_coef": 0.1}], [{"use_adaptive_entropy": True}]),
@@ -695,3 +698,44 @@ def test_config_of_a_published_script() -> None:
         output_dir="outputs",
     )
     assert (config.max_prompt_length, config.overlong_prompts, config.warmup_steps) == (256, "filter", 0.1)
+
+
+# ---- Unsloth's fields ------------------------------------------------------------------------------------------------
+
+
+def test_sampling_params_become_fields(lines: list[str]) -> None:
+    from grupo import SamplingParams
+
+    params = SamplingParams(min_p=0.1, top_p=1.0, top_k=-1, seed=3407, stop=["</s>"], include_stop_str_in_output=True)
+    config = GRPOConfig("anywhere", vllm_sampling_params=params, temperature=0.9)
+    assert config.sampling_spec() == SamplingSpec(temperature=0.9, min_p=0.1, max_new_tokens=512)
+    assert config.stop_texts == ("</s>",) and config.generation_kwargs == {"stop": ["</s>"]}
+    (line,) = lines
+    assert line.startswith("vllm_sampling_params: taken over as min_p=0.1, stop=['</s>'].") and "seed" in line
+    copied = dataclasses.replace(config)
+    assert (copied.min_p, copied.stop_texts) == (0.1, ("</s>",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vllm_sampling_params": {"min_p": 0.1}, "min_p": 0.2}, "contradict"),
+        ({"vllm_sampling_params": {"n": 4}, "num_generations": 8}, "num_generations=4"),
+        ({"vllm_sampling_params": {"max_tokens": 64}}, "max_completion_length=64"),
+        ({"vllm_sampling_params": {"presence_penalty": 0.5}}, "presence_penalty"),
+        ({"vllm_sampling_params": {"stop": "x"}, "generation_kwargs": {"stop": "y"}}, "generation_kwargs"),
+        ({"vllm_sampling_params": 3}, "SamplingParams"),
+        ({"generation_kwargs": {"stop": [3]}}, "list of texts"),
+        ({"max_seq_length": 512}, "leaves no room"),
+        ({"max_seq_length": 600, "max_prompt_length": 100}, "max_prompt_length=88"),
+        ({"max_seq_length": "1k"}, "number of tokens"),
+    ],
+)
+def test_what_unsloths_fields_cannot_say(settings: dict[str, Any], message: str) -> None:
+    assert message in refused(**settings)
+
+
+def test_max_seq_length_is_prompt_and_completion(lines: list[str]) -> None:
+    config = GRPOConfig("anywhere", max_seq_length=1024, max_completion_length=200)
+    assert config.max_prompt_length == 824 and len(lines) == 1
+    assert GRPOConfig("anywhere", max_seq_length=1024, max_prompt_length=256).max_prompt_length == 256

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from grupo.cli import _parser
 from grupo.config import GRPOConfig
-from grupo.data.tasks import TASKS
-from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, load_recipe
+from grupo.data.tasks import TASKS, make_task
+from grupo.errors import ExportError
+from grupo.models.adapters import save_adapter
+from grupo.models.load import add_adapter
+from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec, load_recipe
 from grupo.rewards import FAULTS, RewardRunner, make_reward
+from grupo.sft_command import Phase
+from grupo.start import fresh_adapter
 from grupo.train_command import recipe_rewards
 from stub_judge import grade, judge_server
 from tiny import tiny_model, tiny_tokenizer
@@ -63,7 +69,7 @@ def test_recipe_page_names_every_key_and_its_example_loads(tmp_path, monkeypatch
     rewards, _ = recipe_rewards(load_recipe("recipe.yaml"))
     apology, answer = [{"role": "assistant", "content": "Sorry, no."}], [{"role": "assistant", "content": "4"}]
     assert rewards[-1]([apology, answer]) == [0.0, 1.0]
-    parts = {"dataset": DatasetSpec, "lora": LoraSpec, "eval": EvalSpec}
+    parts = {"dataset": DatasetSpec, "lora": LoraSpec, "sft": SftSpec, "eval": EvalSpec}
     keys = [*(key for key in Recipe.model_fields if key not in parts)]
     keys += [f"{part}.{field}" for part, spec in parts.items() for field in spec.model_fields]
     table = page.read_text(encoding="utf-8")
@@ -181,3 +187,69 @@ def test_the_examples_about_code_rewards_run():
     assert names["scores"] == [1.0, 0.5] and names["penalties"] == [0.0, -1.0]
     for spec in yaml.safe_load(recipe)["rewards"]:
         assert make_reward(spec["name"], **spec["arguments"]).value_range
+
+
+def test_the_examples_about_export_run(tmp_path, monkeypatch):
+    from export.adapters import base_folder
+
+    (tmp_path / "runs").mkdir()
+    base_folder(tmp_path / "runs" / "times-tables")
+    monkeypatch.chdir(tmp_path)
+    exported, uploaded = blocks(ROOT / "docs" / "export.md", "python")
+    names: dict[str, object] = {}
+    exec(exported, names)
+    assert (tmp_path / "tables.gguf").is_file() and names["report"].dtype == "bfloat16"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ExportError, match="grupo export tables --to hub --repo me/tables"):
+        exec(uploaded.replace("private=True", "private=True, wait=0.01"), names)
+
+
+def test_the_examples_about_adapters_run(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "adapters.md"
+    (recipe,), examples = blocks(page, "yaml"), blocks(page, "python")
+    spec = Recipe.model_validate(yaml.safe_load(recipe))
+    monkeypatch.chdir(tmp_path)
+    model = add_adapter(tiny_model(), fresh_adapter(spec))
+    assert model.peft_config["default"].use_rslora
+    model_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    tiny_model().save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    save_adapter(
+        get_peft_model(AutoModelForCausalLM.from_pretrained("model"), LoraConfig(target_modules=["q_proj"])), "first"
+    )
+    names: dict[str, object] = {}
+    for example in examples:
+        exec(example.replace(model_id, "model"), names)
+    for folder in ("second", "planned"):
+        assert AutoPeftModelForCausalLM.from_pretrained(folder).peft_config["default"].base_model_name_or_path
+
+
+def test_the_examples_about_the_supervised_phase_run(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "sft.md"
+    (text,), (code,) = blocks(page, "yaml"), blocks(page, "python")
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    recipe = load_recipe(str(tmp_path / "recipe.yaml"))
+    phase = Phase(recipe, GRPOConfig(str(tmp_path), **recipe.training), make_task(recipe.task).train)
+    assert len(phase.shown) == 83 and phase.describe().split(", ")[1].startswith("22 optimizer steps")
+    assert "I know this one.</think><answer>" in phase.shown[0].answer[0]["content"]
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    names: dict[str, object] = {}
+    exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "model"), names)
+    assert (tmp_path / "shown" / "adapter_model.safetensors").is_file()
+
+
+def test_the_example_for_scripts_of_unsloth_runs(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    (code,) = blocks(ROOT / "docs" / "unsloth.md", "python")
+    model_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert model_id in code and "max_steps=20" in code
+    tiny_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(code.replace(model_id, str(tmp_path / "model")).replace("max_steps=20", "max_steps=2"), names)
+    assert names["trainer"].state.global_step == 2 and names["output"].outputs[0].token_ids
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "merged" / "model.safetensors").is_file()

@@ -19,22 +19,27 @@ PACKAGE = Path(grupo.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["check_command", "train_command"],
-    ["console", "trainer"],
-    ["resumable", "trainer_parts"],
+    ["check_command", "export_command", "sft_command", "train_command"],
+    ["console", "fast", "sft", "start", "trainer"],
+    ["resumable"],
+    ["hub_trainer", "trainer_parts"],
+    ["export"],
     ["evals", "runs"],
     ["rollout", "scoring"],
     ["data", "models"],
     ["algo", "rewards"],
-    ["recipe", "config", "config_fields", "config_rules", "config_values", "optimizer_rules", "step_plan"],
-    ["metrics", "sampling", "hub"],
+    [
+        *("recipe", "config", "config_fields", "config_rules", "config_translation", "config_values"),
+        *("optimizer_rules", "step_plan"),
+    ],
+    ["chat_templates", "metrics", "sampling", "sampling_params", "hub"],
     ["records", "names", "errors"],
 ]
 LEVEL = {name: len(LAYERS) - level for level, names in enumerate(LAYERS) for name in names}
 
 SETTINGS = {
-    *("config", "config_fields", "config_rules", "config_values", "optimizer_rules", "step_plan"),
-    *("recipe", "sampling", "metrics"),
+    *("config", "config_fields", "config_rules", "config_translation", "config_values", "optimizer_rules"),
+    *("step_plan", "recipe", "sampling", "metrics"),
 }
 
 # Parts that do not know each other although they stand side by side, or one above the other.

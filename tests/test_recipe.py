@@ -118,6 +118,11 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
         ("dataset: {prompt: x}\nrewards: [number_match]", "`dataset.path`: Field required."),
         ("task: times-tables\nlora: {r: many}", "`lora.r`: Input should be a valid integer"),
         ("task: times-tables\nlora: {r: 0}", "`lora.r`: Input should be greater than or equal to 1"),
+        ("task: times-tables\nlora: {layers: [0]}", "`lora`: `layers` needs the modules in them by name"),
+        (
+            "task: times-tables\nsft: {dataset: {pth: x}}",
+            "`sft.dataset.pth` is no setting of a recipe. Did you mean 'path'?",
+        ),
         ("task: times-tables\nrewards: number_match", "`rewards`: Input should be a valid list"),
         ("task: times-tables\ntraining: 3", "`training`: Input should be a valid dictionary"),
         (

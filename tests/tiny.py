@@ -1,4 +1,4 @@
-"""Small real parts for tests: a random Llama, a character tokenizer, and engines that replay or never stop."""
+"""Small real parts for tests: a random Llama, a character tokenizer, and a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import string
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
@@ -29,8 +29,6 @@ def tiny_tokenizer(
         core.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
         )
-    from tokenizers import decoders
-
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -41,6 +39,55 @@ def tiny_tokenizer(
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+LLAMA_3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {
+    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "llama-bpe": [
+        pre_tokenizers.Split(Regex(LLAMA_3_SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "qwen2": [
+        pre_tokenizers.Split(Regex(LLAMA_3_SPLIT.replace("{1,3}", "")), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+}
+BPE_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+BPE_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_bpe_tokenizer(text: str, *, pre: str = "smollm", size: int = 400) -> PreTrainedTokenizerFast:
+    """Byte-level BPE as of SmolLM, Llama 3 or Qwen, trained on a text; `<think>` is an added token and not special."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = (
+        PRE_TOKENIZERS[pre][0] if len(PRE_TOKENIZERS[pre]) == 1 else pre_tokenizers.Sequence(PRE_TOKENIZERS[pre])
+    )
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(
+        [text],
+        trainers.BpeTrainer(
+            vocab_size=size - 1, special_tokens=BPE_SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )  # fmt: skip
+    core.add_tokens(["<think>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = BPE_CHAT_TEMPLATE
     return tokenizer
 
 

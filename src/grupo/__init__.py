@@ -9,11 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from grupo.chat_templates import get_chat_template as get_chat_template
+    from grupo.chat_templates import set_chat_template as set_chat_template
     from grupo.config import GRPOConfig as GRPOConfig
+    from grupo.fast import FastLanguageModel as FastLanguageModel
+    from grupo.fast import FastModel as FastModel
+    from grupo.fast import PatchFastRL as PatchFastRL
+    from grupo.fast import is_bfloat16_supported as is_bfloat16_supported
     from grupo.rollout.engine import Engine as Engine
     from grupo.rollout.engine import GenerationRequest as GenerationRequest
     from grupo.rollout.scripted import ScriptedEngine as ScriptedEngine
     from grupo.sampling import SamplingSpec as SamplingSpec
+    from grupo.sampling_params import SamplingParams as SamplingParams
+    from grupo.sampling_params import vLLMSamplingParams as vLLMSamplingParams
     from grupo.step_plan import StepPlan as StepPlan
     from grupo.trainer import GRPOTrainer as GRPOTrainer
 
@@ -21,23 +29,39 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "grupo.rollout.engine",
+    "FastLanguageModel": "grupo.fast",
+    "FastModel": "grupo.fast",
     "GRPOConfig": "grupo.config",
     "GRPOTrainer": "grupo.trainer",
     "GenerationRequest": "grupo.rollout.engine",
+    "PatchFastRL": "grupo.fast",
+    "SamplingParams": "grupo.sampling_params",
     "SamplingSpec": "grupo.sampling",
     "ScriptedEngine": "grupo.rollout.scripted",
     "StepPlan": "grupo.step_plan",
+    "get_chat_template": "grupo.chat_templates",
+    "is_bfloat16_supported": "grupo.fast",
+    "set_chat_template": "grupo.chat_templates",
+    "vLLMSamplingParams": "grupo.sampling_params",
 }
 
 __all__ = [
     "Engine",
+    "FastLanguageModel",
+    "FastModel",
     "GRPOConfig",
     "GRPOTrainer",
     "GenerationRequest",
+    "PatchFastRL",
+    "SamplingParams",
     "SamplingSpec",
     "ScriptedEngine",
     "StepPlan",
     "__version__",
+    "get_chat_template",
+    "is_bfloat16_supported",
+    "set_chat_template",
+    "vLLMSamplingParams",
 ]
 
 

@@ -62,6 +62,35 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--verbose", action="store_true", help="say more")
     train.set_defaults(command=_train)
 
+    sft = commands.add_parser("sft", help="only the supervised phase of a recipe: show it answers in the wanted form")
+    sft.add_argument("recipe", nargs="?", help="a YAML file or the name of a built-in recipe (default: quickstart)")
+    sft.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                     help="change a value of the recipe, for example --set sft.rows=50")  # fmt: skip
+    sft.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
+    sft.add_argument("--verbose", action="store_true", help="say more")
+    sft.set_defaults(command=_sft)
+    export = commands.add_parser("export", help="write a run's model for other programs, or upload it")
+    export.add_argument("run", help="folder of a run, of a checkpoint, of an adapter or of a model")
+    export.add_argument(
+        "--to", required=True, choices=("adapter", "merged", "gguf", "hub"),
+        help="the adapter alone; adapter and base in one folder; a file for llama.cpp; an upload of the folder",
+    )  # fmt: skip
+    export.add_argument("--output", help="where to; nothing is overwritten (default: beside the run, as in RUN-merged)")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of merged weights (default: the base's)"
+    )
+    export.add_argument("--quantization", choices=("q8_0", "f16"), help="of a GGUF file (default: q8_0)")
+    export.add_argument("--base", help="name or path of the base model, where it is not where the adapter says")
+    export.add_argument(
+        "--base-weights", choices=("dequantised", "original"),
+        help="of a base that was quantised in training: as it was trained on (default), or as it was before",
+    )  # fmt: skip
+    export.add_argument("--repo", help="of --to hub: NAME or OWNER/NAME; made where there is none")
+    export.add_argument("--private", action="store_true", default=None, help="of a new repository")
+    export.add_argument("--revision", help="branch of the repository")
+    export.add_argument("--verbose", action="store_true", help="say more")
+    export.set_defaults(command=_export)
+
     for name, command, text in (
         ("tasks", _tasks, "list the built-in tasks"),
         ("env", _env, "show versions and accelerators"),
@@ -105,6 +134,34 @@ def _train(options: argparse.Namespace) -> int:
     if accepted and not options.resume:
         raise ConfigError("--accept-changes is about what differs from a checkpoint: it needs --resume.")
     return train(recipe, Console(), resume=options.resume, accept_changes=accepted, dry_run=options.dry_run)
+
+
+def _sft(options: argparse.Namespace) -> int:
+    from grupo.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from grupo.sft_command import sft
+
+    disable_progress_bar()
+
+    return sft(recipe, Console(), dry_run=options.dry_run)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from grupo.export_command import ExportOptions, export
+
+    disable_progress_bar()
+    return export(
+        options.run, options.to, ExportOptions(**{f.name: getattr(options, f.name) for f in fields(ExportOptions)})
+    )
 
 
 def _tasks(options: argparse.Namespace) -> int:

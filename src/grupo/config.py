@@ -19,6 +19,7 @@ from transformers.utils.import_utils import is_bitsandbytes_available, is_torch_
 
 from grupo import config_rules as rules
 from grupo import config_values
+from grupo.chat_templates import check_template_name
 from grupo.config_rules import logger
 from grupo.errors import ConfigError
 from grupo.optimizer_rules import check_optimizer_arguments, check_schedule
@@ -130,7 +131,11 @@ class GRPOConfig(TrainingArguments):
     min_p: float | None = None
     """Smallest probability that sampling keeps, as a share of the largest one; None: all."""
     generation_kwargs: dict[str, Any] | str | None = None
-    """Further sampling settings: the keys of the sampling fields here, and stop_token_ids. A dict, or JSON text."""
+    """Further sampling settings: the keys of the sampling fields here, stop_token_ids, and stop: texts of one token
+    each that end a completion. A dict, or JSON text."""
+    chat_template: str | None = None
+    """Ready-made chat template by its name ("chatml", "llama-3", "gemma", "mistral", "plain"), or the text of one in
+    Jinja; None: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] | str | None = None
     """Keywords of the chat template; a dict, or JSON text."""
     repetition_penalty: float = 1.0
@@ -267,6 +272,9 @@ class GRPOConfig(TrainingArguments):
 
     # Reference policy and entropy.
 
+    reference_policy: str = "start"
+    """What the KL term holds on to: "start", the policy as it is when training begins, with the adapter that it has
+    then; or "base", the model below the adapter."""
     sync_ref_model: bool = False
     """Moves the reference towards the policy during the run (TR-DPO, arXiv 2404.09656)."""
     ref_model_mixup_alpha: float = 0.6
@@ -311,6 +319,7 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._normalise()
         config_values.check_choices(self)
+        check_template_name(self.chat_template)
         rules.check_treatments(self)
         rules.check_launcher()
         plain_types = config_values.plain_types(type(self))
@@ -351,6 +360,11 @@ class GRPOConfig(TrainingArguments):
         return SamplingSpec(max_new_tokens=self.max_completion_length, **rules.merged_sampling(self))
 
     @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """What ends a completion besides ids and the model's own end tokens; a tokenizer makes ids of it."""
+        return rules.stop_texts(self)
+
+    @property
     def training_temperature(self) -> float:
         """Divides the logits in scoring: the temperature of sampling."""
         return self.sampling_spec().temperature
@@ -380,6 +394,9 @@ class GRPOConfig(TrainingArguments):
             self._explicit_fields = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        weights: Any = self.reward_weights
+        if hasattr(weights, "tolist"):  # an array or a tensor
+            self.reward_weights = weights.tolist()
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":

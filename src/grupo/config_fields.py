@@ -58,6 +58,7 @@ _FULL_EVAL = _no_effect("evaluation samples with the weights and the precision o
 _CHECKPOINTING = "one setting under two names; on unless it is set"
 
 GRUPO_ROWS: dict[str, FieldRow] = {
+    "chat_template": _honoured("ready-made template by name, or the text of one; set on the tokenizer, saved with it"),
     "max_prompt_length": _honoured("longest prompt in tokens; None: every prompt must fit beside a completion"),
     "overlong_prompts": _honoured("filter, refuse or truncate_left prompts above max_prompt_length"),
     "max_failed_reward_share": _honoured("share of failed rewards in a rollout above which the run stops"),
@@ -67,6 +68,7 @@ GRUPO_ROWS: dict[str, FieldRow] = {
     "offload_activations": _honoured("activations wait for backward in host memory"),
     "scoring_dropout": _honoured("dropout while log-probs are computed with gradient; off by default"),
     "kl_on_dead_groups": _honoured("KL term on groups whose advantages are all zero; on as in TRL"),
+    "reference_policy": _honoured("start: the policy as training begins; base: the model below the adapter"),
     "logprob_gap_warn": _honoured("mean gap between sampling and scored log-probs, nats, that warns"),
     "logprob_gap_stop": _honoured("the same gap, nats, that stops the run when three rollouts in a row exceed it"),
     "dynamic_sampling": _honoured("groups without a signal are replaced by groups of new prompts; see signal.md"),
@@ -297,6 +299,9 @@ IGNORED_FIELDS: dict[str, str] = {
     "overwrite_output_dir": "nothing in output_dir is deleted; train(resume_from_checkpoint=True) resumes a run",
     "logging_dir": "TensorBoard files go to the folder runs in output_dir, or to $TENSORBOARD_LOGGING_DIR",
     "save_safetensors": "weights are always saved as safetensors",
+    "unsloth_num_chunks": "log-probs are always computed in chunks; the result is the same",
+    "unsloth_grpo_mini_batch": "gradients do not depend on micro-batches; micro_batch_tokens bounds their memory",
+    "unsloth_logit_chunk_multiplier": "log-probs are always computed in chunks; the result is the same",
 }
 """Old name -> what happens now. Accepted with one line, whatever the value."""
 
@@ -305,13 +310,14 @@ DROPPED_FIELDS: dict[str, str] = {
     "vllm_device": "vLLM is not part of this version",
     "vllm_dtype": "vLLM is not part of this version",
     "vllm_enable_prefix_caching": "vLLM is not part of this version",
-    "vllm_sampling_params": "set temperature, top_p, top_k, min_p, and stop_token_ids in generation_kwargs instead",
-    "max_seq_length": "set max_prompt_length and max_completion_length instead",
-    "unsloth_num_chunks": "log-probs are always computed in chunks",
-    "unsloth_grpo_mini_batch": "set per_device_train_batch_size instead",
-    "unsloth_logit_chunk_multiplier": "log-probs are always computed in chunks",
 }
 """Old name -> why it is an error to switch it on; None, False and 0 are accepted with one line."""
+
+COMPOUND_FIELDS: dict[str, str] = {
+    "vllm_sampling_params": "temperature, top_p, top_k, min_p, repetition_penalty and generation_kwargs",
+    "max_seq_length": "max_prompt_length, with max_completion_length",
+}
+"""Name of Unsloth's -> the fields that say the same. Translated with one line; a contradiction is an error."""
 
 
 def field_default(field: dataclasses.Field[Any]) -> Any:

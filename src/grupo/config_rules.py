@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
-from grupo.config_fields import DROPPED_FIELDS, FIELD_ROWS, IGNORED_FIELDS, RENAMED_FIELDS, Treatment, field_default
+from grupo.config_fields import (
+    COMPOUND_FIELDS,
+    DROPPED_FIELDS,
+    FIELD_ROWS,
+    IGNORED_FIELDS,
+    RENAMED_FIELDS,
+    Treatment,
+    field_default,
+)
+from grupo.config_translation import translate_compound
 from grupo.config_values import check_choice
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.names import nearest
@@ -49,9 +58,13 @@ def translate_old_names(keywords: Mapping[str, Any], defaults: Mapping[str, Any]
             if value:
                 raise UnsupportedError(f"{name}={value!r} is not supported: {DROPPED_FIELDS[name]}.")
             logger.warning("%s=%r has no effect: %s.", name, value, DROPPED_FIELDS[name])
-        else:
+        elif name not in COMPOUND_FIELDS:
             hint = nearest(name, defaults) or " docs/config.md lists every field."
             raise ConfigError(f"GRPOConfig has no field {name!r}.{hint}")
+    # Last, as they are compared with what the fields say.
+    for name in COMPOUND_FIELDS:
+        if keywords.get(name) is not None:
+            translate_compound(name, keywords[name], translated, defaults)
     return translated
 
 
@@ -172,7 +185,12 @@ EFFECTS: tuple[Effect, ...] = (
         ("multi_objective_aggregation",),
         "with 'sum_then_normalize'; the other one always scales each reward by its group and the sum by the batch",
     ),
-    Effect(("use_bias_correction_kl", "kl_on_dead_groups", "sync_ref_model"), _has_kl, ("beta",), "with beta above 0"),
+    Effect(
+        ("use_bias_correction_kl", "kl_on_dead_groups", "sync_ref_model", "reference_policy"),
+        _has_kl,
+        ("beta",),
+        "with beta above 0",
+    ),
     Effect(
         ("ref_model_mixup_alpha", "ref_model_sync_steps"),
         lambda config: config.sync_ref_model,
@@ -255,6 +273,11 @@ def check_pairs(config: GRPOConfig) -> None:
         )
     if config.scoring_dropout and config.disable_dropout:
         raise ConfigError("scoring_dropout=True and disable_dropout=True contradict each other: set one of them.")
+    if config.sync_ref_model and config.reference_policy != "start":
+        raise ConfigError(
+            f"sync_ref_model=True moves the reference towards the policy, and "
+            f"reference_policy={config.reference_policy!r} keeps it where it is. Leave one of them out."
+        )
     if config.output_dir is not None and not str(config.output_dir).strip():
         raise ConfigError(
             f"output_dir={config.output_dir!r} would scatter the files of the run over the working directory. Name a "
@@ -349,11 +372,12 @@ def warn_unusual(config: GRPOConfig) -> None:
 # ---- generation_kwargs -----------------------------------------------------------------------------------------------
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-GENERATION_KEYS = (*SAMPLING_FIELDS, "stop_token_ids")
+GENERATION_KEYS = (*SAMPLING_FIELDS, "stop_token_ids", "stop")
 
 _INSTEAD = {
     **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "set max_completion_length; the loss reads it too"),
     "eos_token_id": "the model's own end tokens always end a completion; stop_token_ids adds others",
+    "stop_strings": "set stop",
     "seed": "set seed, from which every completion gets its own",
     "n": "set num_generations",
     "num_return_sequences": "set num_generations",
@@ -371,6 +395,8 @@ def merged_sampling(config: GRPOConfig) -> dict[str, Any]:
     for name, value in given.items():
         if name == "stop_token_ids":
             sampling[name] = tuple(value) if isinstance(value, list | tuple | set) else (value,)
+        elif name == "stop":
+            stop_texts(config)
         elif name in SAMPLING_FIELDS:
             if sampling[name] not in (defaults[name], value):
                 raise ConfigError(
@@ -383,3 +409,13 @@ def merged_sampling(config: GRPOConfig) -> dict[str, Any]:
             hint = f" Instead, {instead}." if instead else nearest(name, GENERATION_KEYS)
             raise ConfigError(f"generation_kwargs has no key {name!r} ({', '.join(GENERATION_KEYS)}).{hint}")
     return sampling
+
+
+def stop_texts(config: GRPOConfig) -> tuple[str, ...]:
+    """generation_kwargs["stop"]: one text or several."""
+    given = config.generation_kwargs or {}
+    value = given.get("stop") if isinstance(given, dict) else None
+    texts = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(f"generation_kwargs['stop']={value!r}: expected a text, or a list of texts.")
+    return texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -39,8 +40,9 @@ def step_bar(console: Console) -> Progress:
 class ProgressLines(TrainerCallback):
     """One line per log, and a bar; an estimate of the time left after the second step."""
 
-    def __init__(self, console: Console, bar: Progress) -> None:
+    def __init__(self, console: Console, bar: Progress, shown: Mapping[str, str] = SHOWN) -> None:
         self.console = console
+        self.shown = shown
         self.bar = bar
         self._task: Any = None
         self._started = 0.0
@@ -65,7 +67,7 @@ class ProgressLines(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
-            shown = [text.format(logs[name]) for name, text in SHOWN.items() if name in logs]
+            shown = [text.format(logs[name]) for name, text in self.shown.items() if name in logs]
             say(self.console, f"step {state.global_step:>4}/{state.max_steps}  {'  '.join(shown)}")
 
 

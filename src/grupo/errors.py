@@ -5,7 +5,8 @@
     │   └── UnsupportedError          a setting whose engine is not part of this version
     ├── DataError (ValueError)        a dataset row, prompt or tokenizer cannot be used
     ├── RewardError (ValueError)      a reward function returned or did something unusable
-    └── TrainingError (RuntimeError)  the run had to stop; weights are as they were after the last good step
+    ├── TrainingError (RuntimeError)  the run had to stop; weights are as they were after the last good step
+    └── ExportError (RuntimeError)    an exported model is not the trained one, or could not be sent; nothing is lost
 
 Every message names what was set, why it cannot work, and what to set instead, with the numbers worked out.
 """
@@ -33,3 +34,7 @@ class RewardError(GrupoError, ValueError):
 
 class TrainingError(GrupoError, RuntimeError):
     """A run that had to stop: non-finite gradients, or a sampler that is not the policy."""
+
+
+class ExportError(GrupoError, RuntimeError):
+    """An exported model that does not do what the trained one does, or an upload that failed."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import ssl
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+KEPT = 60.0
+"""Seconds for which an answer counts."""
 TIMEOUT = 5.0
 """Seconds until the Hub counts as out of reach."""
 
@@ -17,14 +21,21 @@ def is_out_of_reach(name: str) -> bool:
 
     What the cache has can be used then, and nothing else.
     """
-    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists() and not _answers()
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists() and not answers()
 
 
-def _answers() -> bool:
+def answers() -> bool:
+    """Whether the Hub says anything at all within the time; False with HF_HUB_OFFLINE."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        return False
+    return not constants.HF_HUB_OFFLINE and _answered(int(time.monotonic() / KEPT))
+
+
+@functools.lru_cache(maxsize=1)
+def _answered(moment: int) -> bool:
+    """For `KEPT` seconds at most, as one start asks for several files and names."""
+    from huggingface_hub import constants
+
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=TIMEOUT).close()
     except urllib.error.HTTPError:

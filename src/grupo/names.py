@@ -1,9 +1,12 @@
-"""Guessing what a misspelt name was meant to be."""
+"""Names: of files that several parts write and read, and what a misspelt one was meant to be."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+BASE_QUANTIZATION = "base_quantization.json"
+"""Beside an adapter that was trained on a quantised base model: the configuration of the quantisation."""
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

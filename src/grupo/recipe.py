@@ -5,7 +5,9 @@ task: times-tables            # a built-in task, or `dataset:` below
 task_arguments: {level: 2}    # of the task
 dataset: {path: data.jsonl, prompt: question, gold: solution, system: "...", held_out: 100}
 rewards: [number_match, {name: tag_format, weight: 0.3, arguments: {tags: [think, answer]}}]
+quantization: nf4             # of the frozen weights below the adapter: nf4, int8, or null
 lora: {r: 16, alpha: 32}      # `lora: null` trains all weights
+sft: {answer: "<answer>{answer}</answer>"}          # a short supervised phase before
 training: {learning_rate: 1e-4, max_steps: 30}      # fields of GRPOConfig
 eval: {enabled: true, samples_per_prompt: 4}
 """
@@ -16,7 +18,7 @@ import importlib.resources
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -59,12 +61,45 @@ class DatasetSpec(_Part):
 
 
 class LoraSpec(_Part):
-    """A fresh LoRA adapter."""
+    """A fresh LoRA adapter. The names are shorter than peft's where those repeat `lora`."""
 
     r: int = Field(default=16, ge=1)
     alpha: int = Field(default=32, ge=1)
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     target_modules: str | list[str] = "all-linear"
+    exclude_modules: list[str] | None = None
+    """Modules that `target_modules` would take in, and that are left as they are."""
+    modules_to_save: list[str] | None = None
+    """Modules that are trained whole beside the adapter, such as lm_head."""
+    layers: list[int] | None = None
+    """Numbers of the layers that get the adapter, from 0; None: all."""
+    rslora: bool = False
+    """Scales by alpha / sqrt(r) instead of alpha / r (arXiv 2312.03732)."""
+    dora: bool = False
+    """Trains the length of each row of the weights apart from its direction (arXiv 2402.09353)."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases of the base model are trained."""
+
+    @model_validator(mode="after")
+    def _layers_need_names(self) -> LoraSpec:
+        if self.layers is not None and isinstance(self.target_modules, str):
+            raise ValueError(
+                "`layers` needs the modules in them by name, as in target_modules: [q_proj, v_proj, up_proj, down_proj]"
+            )
+        return self
+
+
+class SftSpec(_Part):
+    """A short supervised phase on demonstrations, on the same adapter, before GRPO."""
+
+    answer: str | None = None
+    """The answer to show, a text in which `{name}` stands for the column `name`; None: the column `completion`."""
+    dataset: DatasetSpec | None = None
+    """Where demonstrations come from; None: the training rows of the recipe."""
+    rows: int | None = Field(default=200, ge=1)
+    """So many of them, drawn by the seed; None: all."""
+    training: dict[str, Any] = Field(default_factory=dict)
+    """Fields of transformers.TrainingArguments."""
 
 
 class EvalSpec(_Part):
@@ -84,7 +119,13 @@ class Recipe(_Part):
     task_arguments: dict[str, Any] = Field(default_factory=dict)
     dataset: DatasetSpec | None = None
     rewards: list[RewardSpec] = Field(default_factory=list)
+    quantization: Literal["nf4", "int8"] | None = None
+    """Of the frozen weights below the adapter; needs bitsandbytes."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the weights that are loaded, and of the arithmetic of quantised ones; None: float32, and for quantised ones on
+    an accelerator bfloat16 or else float16."""
     lora: LoraSpec | None = Field(default_factory=LoraSpec)
+    sft: SftSpec | None = None
     training: dict[str, Any] = Field(default_factory=dict)
     eval: EvalSpec = Field(default_factory=EvalSpec)
 
@@ -253,9 +294,10 @@ def _hint(location: tuple[int | str, ...], known: Mapping[str, Any]) -> str:
 
 def _fields_at(location: tuple[int | str, ...]) -> Mapping[str, Any]:
     parts: dict[str, type[BaseModel]] = {
-        "dataset": DatasetSpec, "rewards": RewardSpec, "lora": LoraSpec, "eval": EvalSpec,
+        "dataset": DatasetSpec, "rewards": RewardSpec, "lora": LoraSpec, "sft": SftSpec, "eval": EvalSpec,
     }  # fmt: skip
-    model = parts.get(str(location[0]), Recipe) if location else Recipe
+    names = [part for part in location if isinstance(part, str)]
+    model = parts.get(names[-1], Recipe) if names else Recipe
     return model.model_fields
 
 

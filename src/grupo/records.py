@@ -70,7 +70,7 @@ class Completion:
 
     token_ids: tuple[int, ...]
     text: str
-    """Decoded without special tokens, so without the stop token."""
+    """Decoded without the stop token, which need not be a special one, and without special tokens."""
     finish_reason: FinishReason
     behavior_logprobs: tuple[float, ...] | None = None
     """(T,) nats; None where the engine replays given tokens."""

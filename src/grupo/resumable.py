@@ -12,11 +12,12 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
 
 from grupo.errors import ConfigError
+from grupo.hub_trainer import HubTrainer
 from grupo.runs.checkpoint import (
     damage,
     numbers_of_checkpoints,
@@ -33,7 +34,7 @@ from grupo.runs.state import load_state, save_state
 logger = logging.getLogger("grupo")
 
 
-class ResumableTrainer(Trainer):
+class ResumableTrainer(HubTrainer):
     """`transformers.Trainer` with whole checkpoints and exact resumption, for one optimizer step per batch.
 
     A subclass says what its run consists of beyond the base class: `run_settings`, `run_state`, `load_run_state`.

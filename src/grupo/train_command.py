@@ -28,12 +28,15 @@ from grupo.data.sources import recipe_rewards, recipe_rows
 from grupo.errors import ConfigError, GrupoError
 from grupo.evals.held_out import FEW_PROMPTS, HeldOutResult, evaluate_held_out
 from grupo.evals.statistics import paired_difference
-from grupo.models.default_model import HUB_ID, default_model_path
+from grupo.models.default_model import HUB_ID
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.card import model_card
 from grupo.runs.checkpoint import UNFINISHED
+from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
 from grupo.runs.folder import fresh_folder, group_record, named
 from grupo.sampling import SamplingSpec
+from grupo.sft_command import Phase, prime, primed_folder
+from grupo.start import fresh_adapter, quantization, start_model, training_fields, with_start
 from grupo.trainer import GRPOTrainer
 
 logger = logging.getLogger("grupo")
@@ -78,18 +81,22 @@ def train(
         GrupoError: the run had to stop; the model is saved as it was then.
     """
     clock = Clock()
-    recipe = with_run_folder(recipe, resume=resume)
+    recipe = with_start(with_run_folder(recipe, resume=resume))
     rewards, weights = recipe_rewards(recipe)
-    config = GRPOConfig(**_with_weights(recipe.training, weights))
+    config = GRPOConfig(**_with_weights(training_fields(recipe), weights))
     if config.world_size > 1:
         console = _one_voice(config, console)
         recipe = _one_folder(recipe, config)
     rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
-    trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards))
+    phase = None if recipe.sft is None else Phase(recipe, config, rows)
+    primed = primed_folder(phase) if phase is not None and resume else None
+    trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards, primed))
     folder = trainer.run_folder.path
     checkpoint = _checkpoint(trainer, console, accept_changes) if resume else None
     held_out = _held_out(recipe, trainer, held_out_rows)
     _introduce(console, recipe, trainer, held_out_rows)
+    if phase is not None and primed is None:
+        clock.measure("sft", lambda: prime(phase, trainer, console, dry_run=dry_run))
     if dry_run:
         if trainer.is_world_process_zero():
             _remove_if_empty(folder)  # the base class has made it
@@ -124,8 +131,14 @@ def train(
     interrupted = isinstance(stopped, (KeyboardInterrupt, SystemExit))
     # A weighted reward whose answers all score 0 at the start looks like an accuracy until the second evaluation.
     is_accuracy = all(result.is_accuracy for result in (before, after) if result is not None)
-    trainer.run_folder.write_text("README.md", _card(recipe, trainer, before, after, is_accuracy=is_accuracy))
+    log = training_log(trainer.run_folder.metrics_file)
+    drawing = reward_drawing(log)
+    if drawing is not None:
+        trainer.run_folder.write_text(REWARD_CURVE, drawing)
+    trainer.run_folder.write_text("README.md", _card(recipe, trainer, before, after, log, is_accuracy=is_accuracy))
     _write_summary(trainer, clock, before, after, is_accuracy=is_accuracy, interrupted=interrupted)
+    if trainer.config.push_to_hub:
+        trainer.upload_run()
     if before is not None and after is not None:
         _report(console, before, after, is_accuracy=is_accuracy)
     say(console, f"run folder  {escape(str(folder))}")
@@ -145,7 +158,7 @@ def _save_model(trainer: GRPOTrainer) -> None:
     folder = trainer.run_folder.path
     partial = folder / UNFINISHED / "model"
     with named(folder):
-        trainer.save_model(str(partial))
+        trainer.save_model(str(partial), _internal_call=True)
         if not trainer.args.should_save:
             return
         for path in [path for path in partial.rglob("*") if path.is_file()]:
@@ -215,33 +228,20 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[Any]) -> GRPOTrainer:
-    name = default_model_path() if recipe.model == "default" else recipe.model
+def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[Any], primed: str | None) -> GRPOTrainer:
+    """Starts from the model that the supervised phase has left, where there was one, with its adapter."""
     trainer = GRPOTrainer(
-        model=name,
+        model=primed or start_model(recipe),
         reward_funcs=list(rewards),
         args=config,
         train_dataset=rows,
-        peft_config=_lora(recipe),
+        quantization_config=quantization(recipe),
+        peft_config=None if primed else fresh_adapter(recipe),
     )
     # Our own progress display shows what matters; the dictionaries are in metrics.jsonl.
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
-
-
-def _lora(recipe: Recipe) -> Any:
-    if recipe.lora is None:
-        return None
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=recipe.lora.r,
-        lora_alpha=recipe.lora.alpha,
-        lora_dropout=recipe.lora.dropout,
-        target_modules=recipe.lora.target_modules,
-    )
 
 
 def _held_out(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Callable[[str], HeldOutResult] | None:
@@ -294,6 +294,8 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
         name, _, text = line.partition(": ")
         say(console, f"[bold]{name}[/]: {text}" if text else line)
     trainer.told_plan = trainer.told_about_loss = True
+    if trainer.reference is not None:
+        say(console, f"[bold]KL[/]       against {trainer.reference.says}")
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
     say(console, f"[bold]run[/]      {steps} optimizer steps, {steps * trainer.plan.completions_per_step} completions, "
                  f"into {escape(str(trainer.run_folder.path))}")  # fmt: skip
@@ -326,6 +328,7 @@ def _card(
     trainer: GRPOTrainer,
     before: HeldOutResult | None,
     after: HeldOutResult | None,
+    log: list[dict[str, Any]],
     *,
     is_accuracy: bool,
 ) -> str:
@@ -346,14 +349,19 @@ def _card(
         folder=str(folder),
         base_model=base,
         is_adapter=hasattr(trainer.model, "peft_config"),
-        summary=f"{base}, trained for {trainer.state.global_step} steps of GRPO on {source}; rewards: "
+        summary=f"{base}, {_primed(recipe)}trained for {trainer.state.global_step} steps of GRPO on {source}; rewards: "
         f"{', '.join(trainer.rewards.names)}.",
         results=results,
         recipe=to_yaml(recipe, with_defaults=False),
+        log=log,
         example=trainer.train_rows[0].content,
         max_new_tokens=trainer.config.max_completion_length,
         chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None,
     )
+
+
+def _primed(recipe: Recipe) -> str:
+    return "shown answers in a supervised phase, then " if recipe.sft is not None else ""
 
 
 def peak_rss_bytes() -> int:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, set_seed
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import check_curriculum_column
@@ -36,18 +38,22 @@ from grupo.data.prompts import (
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
+from grupo.models.adapters import save_adapter, warn_of_vocabulary
+from grupo.models.asked import asked_of
 from grupo.models.load import (
     adapter_settings,
     base_model,
     check_stop_token_ids,
     check_trainable,
     context_length,
+    ids_of_stop_texts,
     name_of,
+    quantization,
     stop_token_ids,
     vocabulary_size,
 )
 from grupo.models.memory import default_token_budget
-from grupo.models.reference import ReferencePolicy
+from grupo.models.reference import ReferencePolicy, reference_policy
 from grupo.records import Sample
 from grupo.resumable import ResumableTrainer
 from grupo.rewards.runner import RewardFunctions
@@ -57,7 +63,7 @@ from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
 from grupo.runs.completion_table import CompletionTable
 from grupo.runs.folder import RunFolder
-from grupo.runs.guards import GradientGuard, SamplerCheck
+from grupo.runs.guards import GradientGuard, SamplerCheck, SignalCheck
 from grupo.runs.same_run import rows_hash
 from grupo.runs.state import Window
 from grupo.scoring.scorer import Scorer, dropout_off
@@ -65,6 +71,7 @@ from grupo.scoring.update import PolicyUpdate, UpdateResult
 from grupo.step_plan import StepPlan
 from grupo.trainer_parts import (
     LastStepIsLogged,
+    UnchangedIsTold,
     advantage_settings,
     check_best_metric,
     check_optimizer,
@@ -83,6 +90,7 @@ from grupo.trainer_parts import (
     refuse_unsupported,
     reward_runner,
     tokenizer_of,
+    warn_of_rounding,
 )
 
 logger = logging.getLogger("grupo")
@@ -149,6 +157,8 @@ class GRPOTrainer(ResumableTrainer):
         if not isinstance(args, GRPOConfig):
             raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
         self.config = args
+        self.model_argument = model if isinstance(model, str) else None
+        """What training starts from, as it was given by name: a model, or an adapter."""
         if tokenizer is not None:
             if processing_class is not None:
                 raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
@@ -164,14 +174,19 @@ class GRPOTrainer(ResumableTrainer):
         check_best_metric(args, eval_dataset)
 
         set_seed(args.seed)
-        model = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
+        model, of_adapter = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
         self.trainable_parameters, self.total_parameters = check_trainable(model)
-        self.context_length = context_length(model)
+        asked = asked_of(model)
+        self.context_length = min(filter(None, (context_length(model), asked.max_seq_length)), default=None)
         self.vocabulary_size = vocabulary_size(model)
         check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
-        self.tokenizer = tokenizer_of(model, args, processing_class)
+        self.tokenizer = tokenizer_of(model, args, of_adapter if processing_class is None else processing_class)
+        warn_of_vocabulary(model, self.tokenizer)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
-        self.stop_token_ids = stop_token_ids(self.tokenizer, model)
+        self.stop_token_ids = (
+            *stop_token_ids(self.tokenizer, model),
+            *ids_of_stop_texts(self.tokenizer, args.stop_texts),
+        )
         self.train_rows = self.tokenized_rows(train_dataset, "training") if train_dataset is not None else []
         if train_dataset is not None:
             self.plan = StepPlan.from_config(args, num_prompts=len(self.train_rows))
@@ -185,14 +200,15 @@ class GRPOTrainer(ResumableTrainer):
 
         super().__init__(
             model=model,
-            args=one_item_per_step(args),
+            args=one_item_per_step(args, asked),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.tokenizer,
-            callbacks=[*(callbacks or []), LastStepIsLogged()],
+            callbacks=[*(callbacks or []), LastStepIsLogged(), UnchangedIsTold()],
             optimizers=optimizers,
         )
         check_optimizer(optimizers[0], self.model, args)
+        warn_of_rounding(self.model, args.learning_rate)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 f"One process sees {self.args.n_gpu} GPUs, which torch would use through DataParallel. Start one "
@@ -203,7 +219,7 @@ class GRPOTrainer(ResumableTrainer):
         # The loss is divided by the denominators of the whole step; nothing is left to divide.
         self.model_accepts_loss_kwargs = False
         self._prepare_checkpointing()
-        self.reference = ReferencePolicy(self.model) if args.beta != 0.0 else None
+        self.take_reference()
         self.engine: Engine = engine or LocalEngine(
             self.model, decode=self._decode, stop_token_ids=self.stop_token_ids, autocast=self.accelerator.autocast
         )
@@ -325,9 +341,14 @@ class GRPOTrainer(ResumableTrainer):
         is_chosen = self.config.dynamic_sampling or self.config.num_generations_trained is not None
         return is_scored and not is_chosen and self.rewards.some_run_beside_scoring
 
+    def take_reference(self) -> None:
+        """Makes the policy as it is now the one that the KL term holds on to, unless that is the base model."""
+        with_kl = self.config.beta != 0.0
+        self.reference = reference_policy(self.model, self.config.reference_policy) if with_kl else None
+
     def _sync_reference(self) -> None:
         """TR-DPO: every `ref_model_sync_steps` optimizer steps the reference moves towards the policy."""
-        if self.reference is None or not self.config.sync_ref_model:
+        if not isinstance(self.reference, ReferencePolicy) or not self.config.sync_ref_model:
             return
         if self.state.global_step and self.state.global_step % self.config.ref_model_sync_steps == 0:
             self.reference.mix_in_policy(self.config.ref_model_mixup_alpha)
@@ -485,6 +506,8 @@ class GRPOTrainer(ResumableTrainer):
             level = logging.WARNING if self.plan.raised_from or self.plan.dropped_prompts_per_epoch else logging.INFO
             for line in self.plan.describe():
                 logger.log(level, "%s", line)
+            if self.reference is not None:
+                logger.info("reference policy: %s", self.reference.says)
         # A second call is a run of its own.
         self._window = None
         if self.train_rows:
@@ -514,6 +537,8 @@ class GRPOTrainer(ResumableTrainer):
     def _record_rollout(self, result: RolloutResult) -> None:
         self.state.num_input_tokens_seen += result.tokens
         self._metrics.merge(result.metrics)
+        if self.is_world_process_zero():
+            self.signal_check.check(result.metrics)
         for name, value in self.prompt_stream.report(result.outcomes).items():
             self._metrics.add(name, value)
         self._spend("generating", result.seconds_generating)
@@ -546,6 +571,18 @@ class GRPOTrainer(ResumableTrainer):
         self._metrics.add(f"time/{phase}", seconds)
         self.seconds[phase] += seconds
 
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Private in the base class, but both `save_model` and checkpoints come here: adapters that load elsewhere."""
+        if not isinstance(self.model, PeftModel):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            folder = output_dir or str(self.args.output_dir)
+            save_adapter(self.model, folder)
+            self.tokenizer.save_pretrained(folder)
+            torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
+
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def run_settings(self) -> dict[str, Any]:
@@ -567,7 +604,10 @@ class GRPOTrainer(ResumableTrainer):
             "plan": self.plan.describe(),
             "trainable_parameters": self.trainable_parameters,
             "parameters": self.total_parameters,
+            "quantization": quantization(self.model),
             "micro_batch_tokens": self.policy_update.token_budget,
+            "start": self.model_argument,
+            "reference_policy": None if self.reference is None else self.reference.says,
         }
 
     @functools.cached_property
@@ -590,7 +630,7 @@ class GRPOTrainer(ResumableTrainer):
             "reference": self.reference.state_dict() if self.reference is not None and keeps_reference else None,
             "metrics": dataclasses.asdict(self._metrics),
             "seconds": dict(self.seconds),
-            "guards": (self.gradient_guard.in_a_row, self.sampler_check.in_a_row),
+            "guards": [guard.in_a_row for guard in self._guards()],
             "micro_batch_tokens": self.policy_update.token_budget,
             "engine_copies": self.engine.copies if isinstance(self.engine, LocalEngine) else None,
         }
@@ -604,7 +644,8 @@ class GRPOTrainer(ResumableTrainer):
             self.reference.load_state_dict(state["reference"])
         self._metrics = MetricSums(**state["metrics"])
         self.seconds = dict(state["seconds"])
-        self.gradient_guard.in_a_row, self.sampler_check.in_a_row = state["guards"]
+        for guard, in_a_row in zip(self._guards(), state["guards"], strict=True):
+            guard.in_a_row = in_a_row
         if self.config.micro_batch_tokens is None:
             # Free memory may be another now; the run goes on as it was.
             self.policy_update.token_budget = state["micro_batch_tokens"]
@@ -632,7 +673,7 @@ class GRPOTrainer(ResumableTrainer):
             token_budget=self._token_budget(),
             on_token_budget=self._write_token_budget,
             checkpointing=bool(self.args.gradient_checkpointing),
-            offload_activations=self.config.offload_activations,
+            offload_activations=self.args.offload_activations,
             all_gather=self._all_gather,
             autocast=self.accelerator.autocast,
             dtype=torch.float64 if torch.float64 in floats else torch.float32,
@@ -659,6 +700,10 @@ class GRPOTrainer(ResumableTrainer):
         self.sampler_check = SamplerCheck(
             warn_above=self.config.logprob_gap_warn, stop_above=self.config.logprob_gap_stop
         )
+        self.signal_check = SignalCheck(max_completion_length=self.config.sampling_spec().max_new_tokens)
+
+    def _guards(self) -> tuple[Any, ...]:
+        return self.gradient_guard, self.sampler_check, self.signal_check
 
     def _prepare_checkpointing(self) -> None:
         """Re-entrant checkpointing sees no input that needs a gradient when only adapters are trained."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from grupo.algo.entropy import EntropyController
 from grupo.algo.losses import Objective
+from grupo.chat_templates import set_chat_template
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, UnsupportedError
+from grupo.models.adapters import find_adapter, load_with_adapter, weight_sums
+from grupo.models.asked import Asked
 from grupo.models.load import add_adapter, check_causal, load_policy, load_tokenizer
 from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.model import with_reward_models
@@ -23,6 +29,8 @@ from grupo.rewards.runner import RewardFunctions, RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
 from grupo.runs.same_run import FREE
 from grupo.step_plan import StepPlan
+
+logger = logging.getLogger("grupo")
 
 STEADY_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 """Learning rates that do not depend on how many steps the run will have."""
@@ -46,37 +54,104 @@ class _StepArguments(GRPOConfig):
         return {**super().to_dict(), "gradient_accumulation_steps": self.users_gradient_accumulation_steps}
 
 
-def one_item_per_step(config: GRPOConfig) -> GRPOConfig:
-    """A copy with accumulation 1. `dataclasses.replace` would run `__post_init__` again and reset accelerate."""
+def one_item_per_step(config: GRPOConfig, asked: Asked) -> GRPOConfig:
+    """A copy with accumulation 1, and checkpointing as the model was asked for where `config` leaves it open.
+
+    `dataclasses.replace` would run `__post_init__` again and reset accelerate.
+    """
     args = copy.copy(config)
     args.__class__ = _StepArguments
     assert isinstance(args, _StepArguments)
     args.users_gradient_accumulation_steps = config.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
     args.enable_jit_checkpoint = False  # every SIGTERM saves a checkpoint
+    if asked.checkpointing is not None:
+        _set_checkpointing(args, asked)
     return args
 
 
-def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_config: Any) -> Any:
-    """The model to train: loaded where it is given by name, with a fresh adapter where one is asked for."""
+def _set_checkpointing(args: GRPOConfig, asked: Asked) -> None:
+    names = {f"{kind}_checkpointing{end}" for kind in ("gradient", "activation") for end in ("", "_kwargs")}
+    if names & args.explicit_fields:
+        if bool(args.gradient_checkpointing) != asked.checkpointing:
+            logger.warning(
+                "gradient_checkpointing=%r in GRPOConfig, and use_gradient_checkpointing of the model said otherwise: "
+                "GRPOConfig counts.",
+                args.gradient_checkpointing,
+            )
+        return
+    args.gradient_checkpointing = args.activation_checkpointing = bool(asked.checkpointing)
+    # On the CPU they are in host memory already.
+    if asked.offload and args.device.type != "cpu":
+        args.offload_activations = True
+
+
+class UnchangedIsTold(TrainerCallback):
+    """Says so where training has left every weight as it was: the saved model would be the one that was loaded."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._start, self._first_step = weight_sums(model), state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        steps = state.global_step - self._first_step
+        if steps and weight_sums(model) == self._start:
+            reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
+            logger.warning(
+                "%d optimizer steps changed none of the %d trainable parameters: %s. The saved model is the one that "
+                "training began with.",
+                steps,
+                len(self._start),
+                reason,
+            )
+
+
+def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_config: Any) -> tuple[Any, Any]:
+    """The model to train, loaded where it is given by name, with a fresh adapter where one is asked for.
+
+    And, where the name is that of an adapter, with which training then goes on, its tokenizer if it has one.
+    """
+    tokenizer = None
     if isinstance(model, str):
-        model = load_policy(
-            model,
-            mapping(config.model_init_kwargs),
-            trust_remote_code=config.trust_remote_code,
-            quantization_config=quantization_config,
-        )
+        kwargs = mapping(config.model_init_kwargs) or {}
+        adapter = find_adapter(model, kwargs)
+        how: dict[str, Any] = {
+            "trust_remote_code": config.trust_remote_code,
+            "quantization_config": quantization_config,
+        }
+        if adapter is None:
+            model = load_policy(model, kwargs, **how)
+        else:
+            check_output_folder(config, adapter.folder)
+            tokenizer = adapter.tokenizer(trust_remote_code=config.trust_remote_code)
+            model = load_with_adapter(adapter, kwargs, **how)
     elif config.model_init_kwargs or quantization_config is not None:
         raise ConfigError(
             "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
             "given. Pass the model's name, or load it with these arguments yourself."
         )
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is {type(model).__name__}; give a causal language model, or the name or path of one.")
     check_causal(model)
-    return model if peft_config is None else add_adapter(model, peft_config)
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, revision=(mapping(config.model_init_kwargs) or {}).get("revision"))
+    return model, tokenizer
+
+
+def check_output_folder(config: GRPOConfig, adapter: Path) -> None:
+    """The adapter that training starts from is needed again: to repeat the run, and for its reference policy.
+
+    Raises:
+        ConfigError: the run would write its own adapter in its place.
+    """
+    if Path(str(config.output_dir)).resolve() == adapter.resolve():
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} is the folder of the adapter that training starts from, which would be "
+            "overwritten. Choose another folder."
+        )
 
 
 def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer that was given, or the model's own."""
+    """The tokenizer that was given, or the model's own, with the chat template that the configuration names."""
     if processing_class is None:
         processing_class = load_tokenizer(
             model, mapping(config.model_init_kwargs), trust_remote_code=config.trust_remote_code
@@ -86,7 +161,7 @@ def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTr
             f"processing_class is {type(processing_class).__name__}; only tokenizers are supported so far, not the "
             "processors of vision models."
         )
-    return processing_class
+    return set_chat_template(processing_class, config.chat_template) if config.chat_template else processing_class
 
 
 def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
@@ -106,6 +181,22 @@ def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
             f"The optimizer in `optimizers` lacks {missing} of the model's {len(trainable)} trainable parameters, "
             "which would never move. Make it from the model that is trained, after its adapter was added; freeze what "
             "is not to be trained with requires_grad_(False)."
+        )
+
+
+def warn_of_rounding(model: Any, learning_rate: float) -> None:
+    """A step of AdamW is about `learning_rate` in size, and less than half of a weight's last place is rounded away."""
+    low = [p.detach() for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    total = sum(parameter.numel() for parameter in low)
+    lost = sum(int((p.abs() * (torch.finfo(p.dtype).eps / 4) > learning_rate).sum()) for p in low)
+    if 2 * lost > total:
+        logger.warning(
+            "%.0f%% of the trained weights are kept in %s, in which a step of learning_rate=%g is rounded away: they "
+            "will not move. Load the model in float32 (bf16=True computes in bfloat16 all the same), or train an "
+            "adapter.",
+            100 * lost / total,
+            str(low[0].dtype).removeprefix("torch."),
+            learning_rate,
         )
 
 

@@ -10,6 +10,7 @@ import functools
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -214,7 +215,7 @@ def test_what_is_no_reward_function_is_refused_at_the_start(tmp_path, rewards, e
         make_trainer(tmp_path, rewards)
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [], np.ones(1)], ids=str)
 def test_weights_must_fit_the_functions(tmp_path, weights):
     with pytest.raises(
         ConfigError, match=rf"reward_weights has {len(weights)} numbers for 2 reward functions \(length, Judge\)"

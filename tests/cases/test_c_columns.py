@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 
 import datasets
+import pandas as pd
 import pytest
 
 from cases.harness import SETTINGS, TOK, completions_of, make_trainer, train
@@ -191,6 +192,43 @@ def test_a_dataset_with_splits_is_no_dataset(tmp_path):
     )
     with pytest.raises(DataError, match=r"several datasets: 'train', 'test'.*train_dataset=.*\['train'\]"):
         refuse_early(tmp_path, Capture(), splits)
+
+
+def parquet(rows, folder):
+    pd.DataFrame(rows).to_parquet(folder / "rows.parquet")
+    return pd.read_parquet(folder / "rows.parquet")
+
+
+HOLDERS = {
+    "parquet in pandas": parquet,
+    "tuples of messages": lambda rows, folder: [{**row, "prompt": tuple(row["prompt"])} for row in rows],
+    **{
+        f"datasets as {kind}": lambda rows, folder, kind=kind: datasets.Dataset.from_list(rows).with_format(kind)
+        for kind in ("pandas", "arrow", "numpy", "torch")
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_rows_are_the_same_whatever_holds_them(tmp_path, holder, kind):
+    """Tables hold lists as arrays, and a dataset may give its rows as tables."""
+    rows = text_rows(2) if kind == "text" else chat_rows(2)
+    if kind == "text" and holder is HOLDERS["tuples of messages"]:
+        pytest.skip("no messages")
+    data, capture = holder(rows, tmp_path), Capture()
+    trainer = make_trainer(tmp_path / "run", capture, data, eval_rows=data, num_generations_eval=1)
+    train(trainer)
+    trainer.evaluate()
+    for call, size in zip(capture.calls, (4, 1), strict=True):
+        assert call["prompts"] == [row["prompt"] for row in rows for _ in range(size)]
+        assert [int(gold) for gold in call["gold"]] == [row["gold"] for row in rows for _ in range(size)]
+        assert [int(meta["id"]) for meta in call["meta"]] == [row["gold"] for row in rows for _ in range(size)]
+
+
+def test_a_column_without_a_name_is_refused_at_the_start(tmp_path):
+    with pytest.raises(DataError, match="column called 3"):
+        make_trainer(tmp_path, Capture(), [{"prompt": "ab", 3: 1}] * 2)
 
 
 BROKEN_ROWS = {

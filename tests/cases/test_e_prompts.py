@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 
+import datasets
 import pytest
+from tokenizers.processors import TemplateProcessing
 
-from cases.harness import BOS, after_its_checks, ids_of, logs_of, make_trainer, train
+from cases.harness import BOS, EOS, after_its_checks, ids_of, logs_of, make_trainer, train
 from grupo.errors import DataError
 from grupo.models.attention import LAYOUT_KEYWORD
 from grupo.records import PackedLayout
@@ -95,6 +97,44 @@ def test_the_same_ids_in_every_forward_with_one_bos(tmp_path, prompt, variant, w
         whole = [ids for ids in part if len(ids) > 1]
         assert len(whole) >= 1
         assert all(ids[: len(wanted)] == wanted for ids in whole)
+
+
+ENDINGS = {
+    "BOS and EOS": ("abc", "<s> $A </s>", "<s>abc"),
+    "EOS alone": ("abc", "$A </s>", "abc"),
+    "BOS in the text": ("<s>abc", "<s> $A </s>", "<s>abc"),
+    "EOS in the text": ("abc</s>", "<s> $A </s>", "<s>abc</s>"),
+    "EOS that nobody adds": ("abc</s>", "<s> $A", "<s>abc</s>"),
+    "messages": (MESSAGES, "<s> $A </s>", "<u>hello<end><a>"),
+}
+
+
+@pytest.mark.parametrize("prompt, post_processor, wanted", ENDINGS.values(), ids=ENDINGS)
+def test_a_prompt_has_no_eos_that_is_not_its_own(tmp_path, prompt, post_processor, wanted):
+    """Some tokenizers end every text; the model would be asked to go on behind its end."""
+    tokenizer = tiny_tokenizer()
+    specials = [("<s>", BOS), ("</s>", EOS)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=post_processor, special_tokens=specials)
+    trainer = make_trainer(tmp_path, varied, [{"prompt": prompt}] * 2, tokenizer=tokenizer)
+    assert list(trainer.train_rows[0].token_ids) == ids_of(wanted)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system') }}", "{{ messages[0].tool_calls.name }}"])
+def test_what_a_template_refuses_is_said_with_the_row(tmp_path, template):
+    template = "{% if messages[0].role == 'system' %}" + template + "{% endif %}" + CHAT_TEMPLATE
+    rows = [{"prompt": MESSAGES}, {"prompt": [{"role": "system", "content": "be brief"}, *MESSAGES]}]
+    with pytest.raises(DataError, match=r"cannot render the prompt of row 1: (no system|.*no attribute 'tool_calls')"):
+        make_trainer(tmp_path, varied, rows, tokenizer=tiny_tokenizer(chat_template=template))
+
+
+def test_keys_that_other_messages_have_are_not_in_a_message(tmp_path):
+    """A datasets.Dataset gives every message every key, and templates ask whether there is a tool call, say."""
+    template = CHAT_TEMPLATE.replace("<u>", "<u>{{ 'T' if 'tool_calls' in m else 'F' }}")
+    called = {"role": "user", "content": "b", "tool_calls": "f"}
+    rows = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}, {"prompt": [called]}])
+    trainer = make_trainer(tmp_path, varied, rows, tokenizer=tiny_tokenizer(chat_template=template))
+    wanted = [ids_of("<u>Fa<end><a>"), ids_of("<u>Tb<end><a>")]
+    assert [list(row.token_ids) for row in trainer.train_rows] == wanted
 
 
 def test_two_bos_in_the_text_are_told(tmp_path, caplog):

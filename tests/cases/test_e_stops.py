@@ -73,6 +73,8 @@ STOPPED = {
     "another one than the tokenizer's": ([X, Y, END, Z, Z], END, "xy"),
     "first of several": ([X, Y, END, EOS, Z], [EOS, END], "xy"),
     "pads behind": ([X, Y, EOS, PAD, PAD], None, "xy"),
+    "no special token": ([X, Y, Z, X, X], [EOS, Z], "xy"),
+    "no special token, and nothing else": ([X, Y, Z, X, X], Z, "xy"),
 }
 
 
@@ -222,7 +224,11 @@ def test_further_stop_ids_by_setting(tmp_path, monkeypatch):
         generation_kwargs={"stop_token_ids": [Z]},
         mask_truncated_completions=True,
     )
-    assert kept.ids == [[X, Y, Z]] * 4 and batch.loss_mask.tolist() == [[True] * 3] * 2
+    assert (
+        kept.ids == [[X, Y, Z]] * 4
+        and kept.texts == [tiny_tokenizer().decode([X, Y])] * 4
+        and batch.loss_mask.tolist() == [[True] * 3] * 2
+    )
 
 
 def test_without_any_stop_token_it_is_said(tmp_path, caplog):

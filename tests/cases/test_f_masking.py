@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cases.harness import (
+    SCRIPT,
     advantages_of,
     all_finite,
     gradient_of,
@@ -28,6 +29,7 @@ from cases.harness import (
     unchanged,
 )
 from grupo.algo.advantages import compute_advantages
+from grupo.errors import TrainingError
 from tiny import tiny_model
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gspo"]
@@ -278,3 +280,30 @@ def test_a_group_of_one_in_evaluation_is_no_nan(tmp_path):
     metrics = trainer.evaluate()
     assert all(math.isfinite(value) for value in metrics.values()) and metrics["eval_reward"] == 0.5
     assert "eval_reward_within_group_std" not in metrics
+
+
+def test_rollouts_that_teach_nothing_are_told_once(tmp_path, caplog):
+    """A flat reward looks like slow learning for hours (TRL #5697, #3452)."""
+    settings = {"max_steps": 8, "reward_timeout": None}
+    train(make_trainer(tmp_path / "dead", lambda completions, **columns: [0.0] * 8, script=SCRIPT, **settings))
+    assert caplog.text.count("In 5 rollouts running the completions of each prompt all had the same reward") == 1
+    assert "cut off" not in caplog.text
+    caplog.clear()
+    model = never_stopping(tiny_model())
+    train(make_trainer(tmp_path / "cut", lambda completions, **columns: [0.0, 1.0] * 4, model=model, **settings))
+    assert caplog.text.count("more than 90% of the completions were cut off at max_completion_length=8") == 1
+    assert "the same reward" not in caplog.text
+    caplog.clear()
+    scores = iter([[0.0] * 8] * 4 + [[0.0, 1.0] * 4] + [[0.0] * 8] * 3)
+    train(make_trainer(tmp_path / "live", lambda completions, **columns: next(scores), script=SCRIPT, **settings))
+    assert "rollouts running" not in caplog.text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3, "repetition_penalty": 1.2}], ids=str)
+def test_logits_that_are_no_numbers_are_named(tmp_path, settings, value):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = value
+    with pytest.raises(TrainingError, match="logits are NaN or infinite, so no token can be drawn"):
+        make_trainer(tmp_path, lambda completions, **columns: [0.0] * 8, model=model, **settings).train()

@@ -217,3 +217,29 @@ def test_one_bad_step_among_good_ones_costs_that_step_only(tmp_path):
     assert any(not torch.equal(first[name], second[name]) for name in first)
     assert all(torch.equal(second[name], third[name]) for name in second)
     assert [line["nonfinite_step_share"] for line in logs_of(trainer)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "dtype, learning_rate, told",
+    [
+        (torch.bfloat16, 1e-6, True),
+        (torch.float16, 1e-7, True),
+        (torch.bfloat16, 1e-2, False),
+        (torch.float32, 1e-6, False),
+    ],
+)
+def test_steps_that_are_rounded_away_are_told(tmp_path, caplog, dtype, learning_rate, told):
+    """Weights in bfloat16 at the learning rate of full fine-tuning: good curves, and nearly nothing moves."""
+    model = tiny_model(dtype=dtype)
+    trainer = make_trainer(tmp_path, varied, model=model, learning_rate=learning_rate)
+    assert ("of the trained weights are kept in" in caplog.text) is told
+    before = snapshot(model)
+    train(trainer)
+    moved = sum(int((tensor != before[name]).sum()) for name, tensor in snapshot(model).items())
+    assert (moved < sum(map(torch.numel, before.values())) / 2) is told
+
+
+def test_an_adapter_is_kept_in_float32(tmp_path, caplog):
+    settings = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear")}
+    make_trainer(tmp_path, varied, model=tiny_model(dtype=torch.bfloat16), learning_rate=1e-6, **settings)
+    assert "rounded away" not in caplog.text

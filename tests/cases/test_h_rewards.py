@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -62,7 +63,11 @@ def test_the_total_does_not_depend_on_how_advantages_are_made(tmp_path, settings
     assert logs_of(trainer)[0]["rewards/parity/mean"] == pytest.approx(share) and 0 < share < 1
 
 
-@pytest.mark.parametrize("weights, total", [([0.0, 1.0], 10.0), ([1.0, -1.0], -8.0), ([1, 1], 12.0), (None, 12.0)])
+WEIGHTS = [([0.0, 1.0], 10.0), ([1.0, -1.0], -8.0), ([1, 1], 12.0), (None, 12.0)]
+ARRAYS = [((0.5, 0.1), 2.0), (np.array([0.5, 0.1]), 2.0), (torch.tensor([0.5, 0.5]), 6.0), ([np.float32(0.5), 0], 1.0)]
+
+
+@pytest.mark.parametrize("weights, total", WEIGHTS + ARRAYS)
 def test_weights_of_any_sign(tmp_path, weights, total):
     trainer = make_trainer(tmp_path, [two, ten], script=SCRIPT, reward_weights=weights)
     train(trainer)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,13 +16,18 @@ from typing import Any
 USER = "someone"
 
 
+Fault = Callable[[str, str], int | None]
+"""Of method and path: a status to answer with instead, 0 to close the connection, None to answer."""
+
+
 @contextmanager
-def stub_hub(folder: Path) -> Iterator[str]:
+def stub_hub(folder: Path, *, fault: Fault = lambda method, path: None) -> Iterator[str]:
     """Serves until the block ends; yields the address, for `HF_ENDPOINT`.
 
-    A model that is pushed as NAME is written to `folder/NAME`. The server never has any file to offer.
+    A model that is pushed as NAME is written to `folder/NAME`. The server never has any file to offer. Content that is
+    in `folder/large` already is not asked for again.
     """
-    handler = type("Handler", (_Handler,), {"folder": folder})
+    handler = type("Handler", (_Handler,), {"folder": folder, "fault": staticmethod(fault)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -34,22 +41,30 @@ def stub_hub(folder: Path) -> Iterator[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     folder: Path
+    fault: Fault
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        if self._fails():
+            return
         self._answer(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
 
     do_HEAD = do_GET
 
     def do_PUT(self) -> None:
         """Content of a large file, by its hash."""
+        body = self._body()
+        if self._fails():
+            return
         large = self.folder / "large"
         large.mkdir(exist_ok=True)
-        (large / Path(self.path).name).write_bytes(self._body())
+        (large / Path(self.path).name).write_bytes(body)
         self._answer(200, {})
 
     def do_POST(self) -> None:
         body = self._body()
+        if self._fails():
+            return
         if self.path == "/api/repos/create":
             name = f"{USER}/{json.loads(body)['name']}"
             self._answer(200, {"url": f"{self._address()}/{name}", "name": name})
@@ -69,7 +84,20 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(501, {"error": f"the stub knows no {self.path}"})
 
+    def _fails(self) -> bool:
+        status = self.fault(self.command, self.path)
+        if status is None:
+            return False
+        if status == 0:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+        else:
+            self._answer(status, {"error": f"status {status} was asked for"})
+        return True
+
     def _large_file(self, item: dict[str, Any]) -> dict[str, Any]:
+        if (self.folder / "large" / item["oid"]).is_file():
+            return item
         return {**item, "actions": {"upload": {"href": f"{self._address()}/large/{item['oid']}"}}}
 
     def _commit(self, target: Path, operations: list[dict[str, Any]]) -> None:
@@ -77,9 +105,10 @@ class _Handler(BaseHTTPRequestHandler):
         for operation in operations:
             value = operation["value"]
             if operation["key"] == "file":
+                (target / value["path"]).parent.mkdir(parents=True, exist_ok=True)
                 (target / value["path"]).write_bytes(base64.b64decode(value["content"]))
             elif operation["key"] == "lfsFile":
-                (self.folder / "large" / value["oid"]).rename(target / value["path"])
+                shutil.copyfile(self.folder / "large" / value["oid"], target / value["path"])
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -108,4 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _upload_mode(path: str) -> dict[str, Any]:
-    return {"path": path, "uploadMode": "lfs" if path.endswith(".safetensors") else "regular", "shouldIgnore": False}
+    return {
+        "path": path,
+        "uploadMode": "lfs" if path.endswith((".safetensors", ".gguf")) else "regular",
+        "shouldIgnore": False,
+    }

@@ -36,6 +36,14 @@ NESTED = [
     (r"\boxed{}", "0", 0.0),
     (r"\boxed{\frac{3}{8}", r"\frac{3}{8}", 0.0),
     (r"\fbox{12}", "12", 1.0),
+    (r"\boxed{\frac{\frac{1}{2}}{3}}", r"\frac{1}{6}", 1.0),
+    (r"\boxed{\frac{1}{2 + \frac{1}{3}}}", r"\frac{3}{7}", 1.0),
+    (r"\boxed{{\dfrac{3}{8}}}}", r"\frac{3}{8}", 1.0),
+    (r"\boxed{\sqrt[3]{\frac{8}{27}}}", r"\frac{2}{3}", 1.0),
+    (r"\boxed{x \in \{2,5\}}", r"\{5,2\}", 1.0),
+    (r"\boxed{x \in [2,5)}", "[2,5]", 0.0),
+    (r"\boxed{2½}", "2.5", 1.0),
+    (r"\boxed{\}", "0", 0.0),
 ]
 # Thousands separators and pairs: lm-evaluation-harness PR 4039
 SEPARATORS = [
@@ -48,6 +56,15 @@ SEPARATORS = [
     (r"\boxed{0,9}", "9", 0.0),
     (r"\boxed{45,67}", "4567", 0.0),
     (r"\boxed{(3,7)}", "(3, 7)", 1.0),
+    (r"\boxed{12,345,678.50}", "12345678.5", 1.0),
+    (r"\boxed{1\!,\!250}", "1250", 1.0),
+    (r"\boxed{10{,}\!000}", "10000", 1.0),
+    (r"\boxed{1\ 250\ 000}", "1250000", 1.0),
+    (r"\boxed{1~250}", "1250", 1.0),
+    (r"\boxed{1\ 25}", "125", 0.0),
+    (r"\boxed{12,345,67}", "1234567", 0.0),
+    (r"so 1\;250", "1250", 1.0),
+    (r"so 1\;250", "250", 0.0),
 ]
 # Wrappers, punctuation, units: Math-Verify issues 37 and 76
 LONG = "The first box holds 176 apples. " * 40 + "Final Answer: **58**"
@@ -62,6 +79,22 @@ WRAPPERS = [
     (LONG, "58", 1.0),
     (LONG, "176", 0.0),
     (r"\boxed{58\text{ cm}}", r"58\text{ m}", 0.0),
+    *(
+        (rf"\boxed{{\{macro}{{58}}}}", "58", 1.0)
+        for macro in ("textsf", "texttt", "mathsf", "bm", "underline", "textnormal")
+    ),
+    (r"\boxed{\mathbf{58}\ \mathrm{cm}}", "58", 1.0),
+    (r"\boxed{\mathbf{5}8}", "5", 0.0),
+    (r"\boxed{2^\mathbf{58}}", "258", 0.0),
+    (r"\boxed{\text{58 cm}^2}", r"58\text{ cm}^{2}", 1.0),
+    (r"\boxed{58\,\text{m}/\text{s}}", r"58\text{ m/s}", 1.0),
+    (r"\boxed{58\,\text{m}/\text{s}^2}", r"58\text{ m/s}", 0.0),
+    (r"\boxed{58\ \text{km}\cdot\text{h}^{-1}}", "58", 1.0),
+    (r"\boxed{58^\circ\text{C}}", "58°C", 1.0),
+    (r"\boxed{58\text{\%}}", r"58\%", 1.0),
+    (r"\boxed{\text{\$}58}", "58", 1.0),
+    (r"\boxed{58\$}", "58", 1.0),
+    *((f"Final Answer: **{area}**", "58", 1.0) for area in ("58 cm^2", r"58\text{ cm}^{2}", "58 m", "58 m/s^2")),
 ]
 # Unusable gold answers and values that are no strings: open-r1 PR 566, verl PR 6793, Math-Verify issue 20
 GOLDS = [
@@ -70,6 +103,16 @@ GOLDS = [
     (r"\boxed{17}", 17, 1.0),
     (r"\boxed{\frac12}", 0.5, 1.0),
     (r"\boxed{\frac12}", np.float32(0.5), 1.0),
+    # A float is the number that it was rounded from; another one is as wrong as ever.
+    (r"\boxed{\frac13}", 1 / 3, 1.0),
+    (r"\boxed{0.3}", 0.1 + 0.2, 1.0),
+    (r"\boxed{\sqrt{2}}", 2**0.5, 1.0),
+    (r"\boxed{\frac13}", np.float32(1 / 3), 1.0),
+    (r"\boxed{\frac13}", np.float16(1 / 3), 1.0),
+    (r"\boxed{0.333333}", 1 / 3, 0.0),
+    (r"\boxed{\frac13}", "0.3333333333333333", 0.0),
+    (r"\boxed{10000000000000001}", 1e16, 0.0),
+    (r"\boxed{17}", np.int64(17), 1.0),
     (r"\boxed{5}", None, None),
     (r"\boxed{5}", float("nan"), None),
     (r"\boxed{5}", ["5"], None),
@@ -137,6 +180,9 @@ def test_only_a_box_counts_where_it_is_required() -> None:
         ("The total is $3,450.00.", 3450, 1.0),
         ("The total is $3,450.00.", 0, 0.0),
         (r"\boxed{0,9}", 9, 0.0),
+        ("so 1/3", 1 / 3, 1.0),
+        ("so 2½ cups", 2.5, 1.0),
+        ("so 2½ cups", 2, 0.0),
     ],
 )
 def test_number_match(completion: Any, gold: Any, reward: float) -> None:

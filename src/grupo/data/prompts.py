@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
+from grupo.chat_templates import fitting_templates
 from grupo.errors import DataError, UnsupportedError
 from grupo.records import Prompt
 
@@ -55,20 +59,59 @@ class TokenizedRow:
 class PromptTokenizer:
     """Turns the `prompt` of a row, text or messages, into token ids.
 
-    Text is tokenised with the tokenizer's own special tokens, messages through its chat template with the generation
-    prompt; the template alone decides about special tokens there. A text that already starts with the BOS text gets one
-    BOS, not two.
+    Text is tokenised with the tokenizer's own special tokens, without an EOS that it puts at the end of every text;
+    messages go through its chat template with the generation prompt, and the template alone decides about special
+    tokens there. A text that already starts with the BOS text gets one BOS, not two.
     """
 
     def __init__(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        # Behind an end of its prompt a model would begin something new.
+        self._adds_eos = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
         self._told_about_bos = False
+        self._told_about_answers = False
 
     def __call__(self, content: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         if isinstance(content, str):
             return self._encode_text(content)
         return self._encode_messages(content)
+
+    def answered(
+        self, content: str | Sequence[Mapping[str, Any]], answer: str | Sequence[Mapping[str, Any]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids of a prompt, as `__call__` gives them, and those of an answer behind it, with what ends it.
+
+        The ids of prompt and answer together, rendered as one text or conversation, are the first choice; where they do
+        not begin with those of the prompt, the text of the answer is put behind them as a sampled one would be.
+        """
+        prompt_ids = self(content)
+        if isinstance(content, str):
+            assert isinstance(answer, str)
+            eos = self.tokenizer.eos_token or ""
+            ended = answer if answer.endswith(eos) else answer + eos
+            whole = self._encode_text(content + ended)
+        else:
+            whole = self._encode_messages([*content, *answer], add_generation_prompt=False)  # type: ignore[list-item]
+        if whole[: len(prompt_ids)] == prompt_ids:
+            return prompt_ids, whole[len(prompt_ids) :]
+        return prompt_ids, self._behind(prompt_ids, answer if isinstance(answer, str) else _only_text(answer))
+
+    def _behind(self, prompt_ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """The ids of an answer as a model would sample them behind a prompt: its text and the end token."""
+        if not self._told_about_answers:
+            self._told_about_answers = True
+            logger.info(
+                "Rendered with their answers, prompts begin otherwise than alone: some chat templates drop past "
+                "reasoning, or open its tag in the prompt. Answers are put behind the prompts as they are."
+            )
+        # A tag that the prompt has opened already is not opened again.
+        opening = re.match(r"\s*(<[^<>/]+>)\n?", text)
+        if opening and self.tokenizer.decode(list(prompt_ids)).rstrip().endswith(opening[1]):
+            text = text[opening.end() :]
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        eos = self.tokenizer.eos_token_id
+        return tuple(ids if eos is None or ids[-1:] == [eos] else [*ids, eos])
 
     def text(self, prompt: Prompt) -> str:
         """The rendered prompt, special tokens included: what the model really reads."""
@@ -76,6 +119,8 @@ class PromptTokenizer:
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         ids = list(self.tokenizer(text)["input_ids"])
+        if self._adds_eos:
+            ids.pop()
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
@@ -86,15 +131,23 @@ class PromptTokenizer:
                 )
         return tuple(ids)
 
-    def _encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def _encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
         if not getattr(self.tokenizer, "chat_template", None):
+            names = ", ".join(map(repr, fitting_templates(self.tokenizer)))
             raise DataError(
                 "The dataset has conversational prompts (lists of messages), but the tokenizer has no chat template. "
-                "Use the tokenizer of an instruct model, set `tokenizer.chat_template`, or give prompts as plain text."
+                f"Set chat_template (of GRPOConfig, or under `training` in a recipe) to a ready-made one: {names} fit "
+                "this tokenizer. Or use the tokenizer of an instruct model, or give prompts as plain text."
             )
         encoded = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
+            # A dataset gives all messages the same keys, None where one has no value; templates may ask for keys alone.
+            [
+                {key: value for key, value in message.items() if value is not None or key == "content"}
+                for message in messages
+            ],
+            add_generation_prompt=add_generation_prompt,
             tokenize=True,
             return_dict=True,
             **self.chat_template_kwargs,
@@ -102,8 +155,20 @@ class PromptTokenizer:
         return tuple(encoded["input_ids"])
 
 
+def _only_text(answer: Sequence[Mapping[str, Any]]) -> str:
+    if len(answer) != 1 or not isinstance(answer[0].get("content"), str):
+        raise DataError(
+            f"An answer has {len(answer)} messages, and with this chat template it can only be one message of text. "
+            "Give the answer as its text alone."
+        )
+    return str(answer[0]["content"])
+
+
 def plain_rows(dataset: Any) -> Any:
-    """A pandas table as a list of rows, with None where a value is missing; anything else as it is."""
+    """A pandas table as a list of rows, with None where a value is missing, and a dataset that gives its rows as tables
+    as one that gives them as dicts; anything else as it is."""
+    if getattr(dataset, "format", None) and dataset.format["type"] in ("pandas", "polars", "arrow"):
+        return dataset.with_format(None)
     if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
         return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
     return dataset
@@ -126,6 +191,11 @@ def column_names(dataset: Rows) -> list[str]:
                 '[{"prompt": "..."}] or a datasets.Dataset.'
             )
         names = list(first)
+    if nameless := [name for name in names if not isinstance(name, str)]:
+        raise DataError(
+            f"The dataset has a column called {nameless[0]!r}, which is no text. Reward functions get columns by name: "
+            "rename it."
+        )
     if "prompt" not in names:
         raise DataError(
             f"The dataset has no column `prompt`; its columns are {sorted(names)}. Rename the column that holds the "
@@ -155,24 +225,32 @@ def _tokenize_row(
             f"Row {index} has the columns {sorted(row)}, and row {first} has {sorted(['prompt', *names])}: reward "
             "functions get one list per column. Give every row the same columns, with None where a value is missing."
         )
-    content = _checked_content(index, row["prompt"])
-    token_ids = tokenizer(content)
+    content = checked_content(index, row["prompt"])
+    try:
+        token_ids = tokenizer(content)
+    except TemplateError as error:  # what a template does not support (a system message, say) it says itself
+        raise DataError(
+            f"The chat template cannot render the prompt of row {index}: {error}. Change its messages, or set "
+            "tokenizer.chat_template to a template that takes them."
+        ) from error
     if not token_ids:
         raise DataError(f"The prompt of row {index} has no tokens, so there is nothing to continue: {content!r}.")
     columns = {name: row[name] for name in names}
     return TokenizedRow(row=index, token_ids=token_ids, content=content, columns=columns)
 
 
-def _checked_content(index: int, content: Any) -> str | list[dict[str, Any]]:
+def checked_content(index: int, content: Any, what: str = "prompt") -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
+    if getattr(content, "ndim", 0) == 1:  # numpy, as tables hold lists
+        content = content.tolist()
     if not isinstance(content, Sequence) or not all(isinstance(message, Mapping) for message in content):
         raise DataError(
-            f"The prompt of row {index} is {type(content).__name__}; it must be text, or a list of messages like "
+            f"The {what} of row {index} is {type(content).__name__}; it must be text, or a list of messages like "
             '[{"role": "user", "content": "..."}].'
         )
     if not content:
-        raise DataError(f"The prompt of row {index} is an empty list of messages. Remove the row or add a message.")
+        raise DataError(f"The {what} of row {index} is an empty list of messages. Remove the row or add a message.")
     for message in content:
         missing = {"role", "content"} - set(message)
         if missing:

@@ -31,9 +31,7 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
         task = make_task(recipe.task or "", seed, **recipe.task_arguments)
         return task.train, task.held_out
     spec = recipe.dataset
-    loaded = _load(spec)
-    _check_columns(loaded.column_names, spec)
-    rows = [_as_prompt(row, spec) for row in loaded]
+    rows = dataset_rows(spec)
     if spec.held_out >= len(rows):
         raise DataError(
             f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has {len(rows)} rows."
@@ -42,6 +40,19 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
     kept = sorted(set(range(len(rows))).difference(held_out))
     train = NumberedRows([rows[i] for i in kept], kept)
     return train, without_shared(train, NumberedRows([rows[i] for i in held_out], held_out))
+
+
+def dataset_rows(spec: DatasetSpec) -> list[dict[str, Any]]:
+    """All rows of a dataset, with the question as `prompt`; conversations in `messages` stay as they are.
+
+    Raises:
+        DataError: the data cannot be found or lacks the column with the question.
+    """
+    loaded = _load(spec)
+    if "prompt" == spec.prompt not in loaded.column_names and "messages" in loaded.column_names:
+        return [dict(row) for row in loaded]
+    _check_columns(loaded.column_names, spec)
+    return [_as_prompt(row, spec) for row in loaded]
 
 
 def recipe_rewards(recipe: Recipe) -> tuple[list[Any], list[float]]:

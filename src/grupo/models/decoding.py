@@ -2,7 +2,8 @@
 
 Decoding multiplies a handful of rows with every weight of the model. The copy that is made here shares modules' code
 and all other tensors with the training model, whose weights are never touched: there is nothing to unmerge and nothing
-to drift. It is made anew for each rollout and freed after it.
+to drift. Quantised weights are in it in the form that they are multiplied in. It is made anew for each rollout and
+freed after it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,6 +22,7 @@ from torch.nn import functional
 from grupo.models.decoding_layer import DecodingLayer, Rotation, is_fusible
 from grupo.models.load import base_model
 from grupo.models.lora import has_hooks, is_plain_lora
+from grupo.models.quantized import dense_dtype, dense_weight, is_4bit, is_8bit, multiplies_dense_weight
 
 PACKED_TOLERANCE = 1e-5
 """Relative to the largest magnitude: products may be summed up in another order, and no more."""
@@ -41,6 +43,12 @@ def decoding_copy(model: Any) -> nn.Module | None:
     return _copied(base, functools.partial(_replacement, rotation=Rotation()), {})
 
 
+def unfolded_layers(model: Any) -> int:
+    """Layers whose adapters the copy computes as peft does, beside their weights: DoRA, biases, embeddings, others."""
+    layers = [module for module in base_model(model).modules() if isinstance(module, BaseTunerLayer)]
+    return sum(_layer_of(layer) is None for layer in layers)
+
+
 @torch.no_grad()
 def _replacement(module: Any, rotation: Rotation) -> nn.Module | None:
     """What stands for a module in the copy; None: a copy of it."""
@@ -50,46 +58,71 @@ def _replacement(module: Any, rotation: Rotation) -> nn.Module | None:
             (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,),
             (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,),
         )  # fmt: skip
-        if all(_layer_of(part) is not None for group in groups for part in group):
+        if all(_is_one_kind([_layer_of(part) for part in group]) for group in groups):
             qkv, output, gate_up, down = (_joint(group) for group in groups)
             return DecodingLayer(
                 module, (qkv, output, gate_up, down), rotation, _is_plain_float32(module.input_layernorm.weight)
             )
     if _layer_of(module) is not None:
         return _joint((module,))
-    # Itself, as it reads the weights of its parts: DoRA, quantised layers, embeddings.
-    keeps_itself: bool = isinstance(module, BaseTunerLayer)
+    # Itself, as it reads the weights of its parts: DoRA, embeddings, layers that quantise their inputs.
+    keeps_itself = isinstance(module, BaseTunerLayer) or is_4bit(module) or is_8bit(module)
     return module if keeps_itself else None
 
 
 def _layer_of(module: Any) -> nn.Linear | None:
     """The linear layer that a module computes, but for plain LoRA on it; None: it does something else."""
-    if is_plain_lora(module):
-        layer: nn.Linear = module.get_base_layer()
-        return layer
-    return module if type(module) is nn.Linear and not has_hooks(module) else None
+    layer = module.get_base_layer() if is_plain_lora(module) else module
+    if type(layer) is not nn.Linear and not ((is_4bit(layer) or is_8bit(layer)) and multiplies_dense_weight(layer)):
+        return None
+    return None if has_hooks(layer) else layer
+
+
+def _is_one_kind(layers: Sequence[nn.Linear | None]) -> bool:
+    """Whether all are layers that one can stand for."""
+    return layers[0] is not None and len({(type(layer), layer and _dtype(layer)) for layer in layers}) == 1
 
 
 def _joint(modules: Sequence[nn.Module]) -> nn.Module:
-    """Linear layers of the same input as one, whose output is theirs one after the other; adapters folded in."""
+    """Linear layers of the same input as one, whose output is theirs one after the other, adapters included."""
     layers = [layer for layer in map(_layer_of, modules) if layer is not None]
-    weights: list[Tensor] = [layer.weight for layer in layers]
     deltas = [_deltas(module) for module in modules]
-    if len(layers) == 1 and not deltas[0]:
-        weight = weights[0].detach()
+    sizes = [layer.out_features for layer in layers]
+    dtype, first = _dtype(layers[0]), layers[0].weight
+    folds = _keeps_small_changes(first, dtype) and all(b.dtype == dtype for part in deltas for b, _, _ in part)
+    if len(layers) == 1 and not (folds and deltas[0]):
+        weight = _weight(layers[0])
     else:
-        weight = weights[0].new_empty(sum(len(part) for part in weights), weights[0].shape[1])
-        for part, frozen, changes in zip(weight.split([len(part) for part in weights]), weights, deltas, strict=True):
-            _fold(frozen, changes, part)
-    if all(layer.bias is None for layer in layers):
-        return _fastest(weight, None)
-    biases = (weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers)
-    return _fastest(weight, torch.cat(tuple(biases)))
+        weight = first.new_empty(sum(sizes), layers[0].in_features, dtype=dtype)
+        for part, layer, changes in zip(weight.split(sizes), layers, deltas, strict=True):
+            _fold(_weight(layer), changes if folds else (), part)
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        biases = (weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)
+        bias = torch.cat([part.detach().to(dtype) for part in biases])
+    if folds and weight.device.type == "cpu" and dtype == torch.float32 and _packing_works():
+        return _PackedLinear(weight, bias)
+    apart = None if folds else _low_rank(deltas, sizes)
+    return _Linear(weight, bias, apart, own_dtype=type(layers[0]) is not nn.Linear)
+
+
+def _dtype(layer: nn.Linear) -> torch.dtype:
+    return layer.weight.dtype if type(layer) is nn.Linear else dense_dtype(layer)
+
+
+def _weight(layer: nn.Linear) -> Tensor:
+    return layer.weight.detach() if type(layer) is nn.Linear else dense_weight(layer)
+
+
+def _keeps_small_changes(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether an adapter may be folded in. A weight in half precision would round most of its change away, and all of
+    it in the first steps: what is sampled from would be the base model."""
+    return dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
 
 
 def _deltas(module: Any) -> list[tuple[Tensor, Tensor, float]]:
     """B, A and scale of each adapter that acts."""
-    if not isinstance(module, LoraLinear) or module.merged or module.disable_adapters:
+    if not isinstance(module, LoraLayer) or module.merged or module.disable_adapters:
         return []
     layer: Any = module
     return [
@@ -100,15 +133,28 @@ def _deltas(module: Any) -> list[tuple[Tensor, Tensor, float]]:
 
 
 def _fold(weight: Tensor, deltas: Sequence[tuple[Tensor, Tensor, float]], out: Tensor) -> None:
-    """weight + sum of scale B A, rounded once."""
-    if len(deltas) == 1 and weight.dtype == deltas[0][0].dtype:
-        b, a, scale = deltas[0]
-        torch.addmm(weight, b, a, alpha=scale, out=out)
+    """weight + sum of scale B A."""
+    if not deltas:
+        out.copy_(weight)
         return
-    total = weight
     for b, a, scale in deltas:
-        total = torch.addmm(total.to(b.dtype), b, a, alpha=scale)
-    out.copy_(total)
+        weight = torch.addmm(weight, b, a, alpha=scale, out=out)
+
+
+def _low_rank(
+    deltas: Sequence[Sequence[tuple[Tensor, Tensor, float]]], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor] | None:
+    """A (R, in) and B (out, R) of all adapters of joint layers, each in the rows of its layer, scales in B."""
+    flat = [(rows, *delta) for rows, part in enumerate(deltas) for delta in part]
+    if not flat:
+        return None
+    a = torch.cat([a.detach() for _, _, a, _ in flat])
+    joint = a.new_zeros(sum(sizes), len(a))
+    rank = 0
+    for rows, b, _, scale in flat:
+        joint.split(list(sizes))[rows][:, rank : rank + b.shape[1]] = b * scale
+        rank += b.shape[1]
+    return a, joint
 
 
 def _not_linear(module: nn.Module) -> Iterator[nn.Module]:
@@ -141,7 +187,8 @@ def _copied(
         for name, child in module._modules.items():
             new._modules[name] = None if child is None else _copied(child, replacement, done)
     done[id(module)] = new
-    new.training = False
+    if new is not module:
+        new.training = False
     return new
 
 
@@ -149,13 +196,34 @@ def _is_plain_float32(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
 
 
-def _fastest(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    if weight.device.type == "cpu" and _is_plain_float32(weight) and _packing_works():
-        return _PackedLinear(weight.detach(), bias)
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-    return layer
+class _Linear(nn.Module):
+    """hidden W^T + bias, and the adapters beside it where they could not be folded into W.
+
+    Args:
+        low_rank: A (R, in) and B (out, R).
+        own_dtype: the layer computes in its own dtype whatever comes in, and returns what came in.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, low_rank: tuple[Tensor, Tensor] | None, *, own_dtype: bool
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.low_rank = low_rank
+        self.own_dtype = own_dtype
+        # Some models read these of their layers.
+        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.own_dtype:
+            result = functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias).to(hidden.dtype)
+        else:
+            result = functional.linear(hidden, self.weight, self.bias)
+        if self.low_rank is None:
+            return result
+        a, b = self.low_rank
+        change = functional.linear(functional.linear(hidden.to(a.dtype), a), b)
+        return (result + change).to(result.dtype)
 
 
 class _PackedLinear(nn.Module):
@@ -166,7 +234,7 @@ class _PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.ROWS_HINT)
-        self.bias = None if bias is None else bias.detach()
+        self.bias = bias
         # Some models read these of their layers.
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.hub import is_out_of_reach
+from grupo.models.quantized import check_quantized, number_of_weights
 
 logger = logging.getLogger("grupo")
 
@@ -103,6 +105,17 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def device_dtype() -> torch.dtype:
+    """What to compute in where nobody has said it: on an accelerator bfloat16 or else float16, on the CPU float32."""
+    if not torch.accelerator.is_available():
+        return torch.float32
+    return torch.bfloat16 if supports_bfloat16() else torch.float16
+
+
+def supports_bfloat16() -> bool:
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+
+
 def _dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
@@ -156,55 +169,122 @@ def name_of(model: Any) -> str:
     return getattr(base_model(model).config, "_name_or_path", "") or ""
 
 
-def add_adapter(model: Any, peft_config: Any) -> Any:
-    """The model with a fresh adapter.
+def quantization(model: Any) -> dict[str, Any] | None:
+    """How the weights of the model, or of the base model of an adapter, are quantised; None where they are not."""
+    config = getattr(base_model(model).config, "quantization_config", None)
+    return config if config is None or isinstance(config, dict) else dict(config.to_dict())
+
+
+def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) -> Any:
+    """The model with a fresh adapter; `revision` is that of the model, where it came from the Hub.
 
     Raises:
         ConfigError: the model has an adapter already, or none of its modules is named in `target_modules`.
-        UnsupportedError: the adapter puts virtual tokens before the prompt.
+        UnsupportedError: the adapter is of a kind that is not supported.
     """
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft import PeftConfig, get_peft_model
 
+    if not isinstance(peft_config, PeftConfig):
+        raise ConfigError(
+            f"peft_config is {type(peft_config).__name__}; it must be a configuration of peft, as in "
+            "peft.LoraConfig(task_type='CAUSAL_LM', r=16, target_modules='all-linear')."
+        )
     # Both a PeftModel and a plain model into which transformers has loaded an adapter folder.
     if getattr(model, "peft_config", None):
         raise ConfigError(
             "The model has an adapter already, and peft_config (`lora` in a recipe) asks for another. To train on with "
-            "the adapter, load it by PeftModel.from_pretrained(base, folder, is_trainable=True) and leave peft_config "
-            "out; to put a fresh one on top, pass the merged model: merge_and_unload() keeps what was learned."
+            "the adapter, leave peft_config out (`lora: null`), and load it with is_trainable=True where you load it "
+            "yourself; to put a fresh one on top, pass the merged model: merge_and_unload() keeps what was learned."
         )
-    if getattr(peft_config, "is_prompt_learning", False):
-        raise UnsupportedError(_PROMPT_LEARNING)
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    _check_kind(peft_config)
+    # A copy: peft writes into it, and one configuration may serve several runs.
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
+    peft_config.revision = peft_config.revision or revision
     try:
-        return get_peft_model(model, peft_config)
+        adapted = get_peft_model(prepared_for_adapter(model), peft_config)
     except ValueError as error:  # target modules that match nothing, most of the time
         linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise ConfigError(
             f"The adapter cannot be added: {_first_line(error)} The linear layers of this model are called "
             f"{', '.join(sorted(linear))}; 'all-linear' takes all but the head."
         ) from error
+    _warn_of_tied_layers(adapted)
+    return adapted
 
 
-_PROMPT_LEARNING = (
+def _warn_of_tied_layers(model: Any) -> None:
+    """An adapter on one of two layers that share their weights: it trains, saves and loads; merging is the trap."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = base_model(model)
+    ends = {"embeddings": base.get_input_embeddings(), "head": base.get_output_embeddings()}
+    names = [name for name, layer in ends.items() if isinstance(layer, BaseTunerLayer)]
+    if names and base.config.get_text_config().tie_word_embeddings:
+        logger.warning(
+            "The adapter acts on the %s of a model whose embeddings and head share their weights. peft's "
+            "merge_and_unload() would change both, which is another model; `grupo export` takes them apart first.",
+            " and the ".join(names),
+        )
+
+
+def prepared_for_adapter(model: Any) -> Any:
+    """A quantised model with its norms and embeddings in float32; any other as it is."""
+    from peft import prepare_model_for_kbit_training
+
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return model
+
+
+PROMPT_LEARNING = (
     "Prompt and prefix tuning put virtual tokens before the prompt, which this version of grupo would score at the "
     "wrong positions. Use LoRA or another adapter inside the layers."
 )
+
+
+def _check_kind(peft_config: Any) -> None:
+    """Adapters must be a function of each layer's input alone: rows are packed, and the sampler decodes a copy.
+
+    Raises:
+        UnsupportedError: it puts virtual tokens before the prompt, looks at the whole prompt, draws random numbers, or
+            needs calls from the training loop.
+    """
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise UnsupportedError(PROMPT_LEARNING)
+    for name, reason in _UNSUPPORTED_KINDS.items():
+        if getattr(peft_config, name, None):
+            raise UnsupportedError(f"The adapter has {name} set, and {reason}. {_OTHER_ADAPTERS}")
+    kind = getattr(peft_config.peft_type, "value", peft_config.peft_type)
+    if kind in _UNSUPPORTED_TYPES:
+        raise UnsupportedError(f"The adapter is of the type {kind}, and {_UNSUPPORTED_TYPES[kind]}. {_OTHER_ADAPTERS}")
+
+
+_UNSUPPORTED_KINDS = {
+    "alora_invocation_tokens": "acts only behind certain tokens of a prompt, which packed rows do not show to it",
+    "arrow_config": "mixes adapters by what each token is, which is not supported here",
+    "monteclora_config": "draws its weights anew in every forward, so the sampler would be another policy",
+}
+_UNSUPPORTED_TYPES = {
+    "ADALORA": "its ranks are dealt out by calls from the training loop, which are not made here",
+    "XLORA": "it mixes adapters by what the whole prompt is, which packed rows do not show to it",
+    "ADAPTION_PROMPT": "it puts virtual tokens before the prompt",
+}
+_OTHER_ADAPTERS = "Use LoRA (also with use_rslora or use_dora) or another adapter inside the layers."
 
 
 def check_trainable(model: Any) -> tuple[int, int]:
     """(trainable, all) parameter counts.
 
     Raises:
-        ConfigError: nothing would be trained (TRL issue #6700).
-        UnsupportedError: the model has virtual tokens.
+        ConfigError: nothing would be trained (TRL issue #6700), or quantised weights would.
+        UnsupportedError: it has an adapter of a kind that is not supported.
     """
-    if any(
-        getattr(config, "is_prompt_learning", False) for config in (getattr(model, "peft_config", None) or {}).values()
-    ):
-        raise UnsupportedError(_PROMPT_LEARNING)
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        _check_kind(config)
+    check_quantized(model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(map(number_of_weights, model.parameters()))
     if not trainable:
         hint = (
             "Load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
@@ -257,6 +337,26 @@ def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
+def ids_of_stop_texts(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]:
+    """The token of each text that is to end a completion.
+
+    Raises:
+        ConfigError: a text is not one token.
+    """
+    found = []
+    vocabulary = tokenizer.get_vocab()
+    for text in texts:
+        ids = [vocabulary[text]] if text in vocabulary else tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"stop={text!r} is {len(ids)} tokens of this tokenizer, and the in-process engine ends completions at "
+                "single tokens. Choose a text that is one token, such as a special one, or leave it out: what follows "
+                "it in a completion can be cut off in the reward function."
+            )
+        found.append(int(ids[0]))
+    return tuple(found)
+
+
 def check_stop_token_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
     """Ids that the model has no token for would never stop anything.
 
@@ -280,5 +380,6 @@ def context_length(model: Any) -> int | None:
 
 def vocabulary_size(model: Any) -> int | None:
     """Number of tokens that the model has embeddings for, where it says so."""
-    embeddings = base_model(model).get_input_embeddings()
-    return getattr(embeddings, "num_embeddings", None)
+    # Not their num_embeddings, which layers of adapters do not have.
+    weight = getattr(base_model(model).get_input_embeddings(), "weight", None)
+    return None if weight is None else int(weight.shape[0])

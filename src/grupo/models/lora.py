@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.lora.layer import LoraVariant
+from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import Tensor, nn
+
+from grupo.models.quantized import is_4bit, is_8bit
 
 
 def is_plain_lora(module: nn.Module) -> bool:
-    """y = W x + scale B A x on a linear layer that keeps its weights as they are; neither DoRA nor quantised."""
-    if not isinstance(module, LoraLinear):
+    """y = W x + scale B A x on a linear layer, quantised or not; not DoRA."""
+    if not isinstance(module, LoraLayer):
         return False
     layer = module.get_base_layer()
-    plain = type(layer) is nn.Linear and not module.lora_variant and not any(module.lora_bias.values())
+    if not (isinstance(module, LoraLinear) and type(layer) is nn.Linear) and not is_4bit(layer) and not is_8bit(layer):
+        return False
+    plain = not module.lora_variant and not any(module.lora_bias.values())
     return plain and not has_hooks(module) and not has_hooks(layer)
 
 
@@ -31,7 +35,9 @@ def lora_added_in_place(model: nn.Module) -> Iterator[None]:
 
     PEFT's own forward makes three tensors of the output's size on the way, in as many passes over memory.
     """
-    changed: list[Any] = [module for module in model.modules() if is_plain_lora(module)]
+    # What 8-bit layers return may be a view, which autograd lets nobody write into.
+    plain: list[Any] = [module for module in model.modules() if is_plain_lora(module)]
+    changed = [module for module in plain if not is_8bit(module.get_base_layer())]
     for module in changed:
         module.lora_variant.update(dict.fromkeys(module.lora_A, _IN_PLACE))
     try:

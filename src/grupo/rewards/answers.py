@@ -31,8 +31,13 @@ _NUMBER_LIKE = re.compile(
     r"|(?<![0-9.,])[1-9][0-9]{0,2}(?:\ [0-9]{3})+(?![0-9])[0-9.,]*"
     r"|(?:[0-9]|(?<![.\w])\.(?=[0-9]))[0-9.,]*(?:[eE][+-]?[0-9]{1,3}(?![\w.]))?)"
 )
-_THOUSANDS_MARK = re.compile(r"\{,\}|,\\!|(?<=[0-9])(?:\\,|[_'\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
-_IN_THOUSANDS_MARK = ("{,}", ",\\!", "\\,", "_", "'", "\u2019", "\u00a0", "\u2009", "\u202f")
+_THOUSANDS_MARK = re.compile(
+    r"\{,\}(?:\\!)?|(?:\\!)?,\\!|(?<=[0-9])(?:\\[,:; ]|[~_'\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"
+)
+_IN_THOUSANDS_MARK = (
+    *("{,}", ",\\!", "\\,", "\\:", "\\;", "\\ ", "~"),
+    *("_", "'", "\u2019", "\u00a0", "\u2009", "\u202f"),
+)
 """One of them is in every match of that pattern, which is slow over a long text."""
 _GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _PLAIN = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
@@ -40,8 +45,13 @@ _RATIO = re.compile(r"(?:(?P<whole>[0-9]+) )?(?P<top>[0-9]+) ?/ ?(?P<bottom>[0-9
 _INSIDE_FORMULA = re.compile(
     r"(?:\^|√|\\sqrt(?:\[[^\]]*\])?|\\[dt]?frac(?:\{(?:[^{}]|\{[^{}]*\})*\}|\s*[0-9])?)\s*\{?\s*$"
 )
+_UNIT_POWER = re.compile(
+    r"(?<=[0-9])((?:\\[ ,])?\ ?(?:\\(?:text|mathrm)\{\ ?)?"
+    r"(?:[kcdm]?m|in|ft|yd|mi|inch(?:es)?|feet|met(?:er|re)s?|units?)(?:/[a-z]+)?(?:\ ?\})?)\^?\{?[23]\Z"
+)
+"""Up to its last digit: a number with a unit to some power, `58 cm^2`, `58\\text{ cm}^2`, `58 m2`."""
 _FORMULA_GOES_ON = re.compile(
-    r"[,.]?\s?(?:\\?\^(?!\\circ|\{\\circ)|\\pi\b|π|√|\\sqrt|\\[dt]?frac|[²³⁴⁵⁶⁷⁸⁹½⅓⅔¼¾]"
+    r"[,.]?\s?(?:\\?\^(?!\\circ|\{\\circ)|\\pi\b|π|√|\\sqrt|\\[dt]?frac|[²³⁴⁵⁶⁷⁸⁹]"
     r"|and an? (?:half|third|quarter)\b)"
 )
 _BEFORE_SCALE = re.compile(r"(?:[$*~ \u00a0-]|\\[,;: ]|\\(?:text|textrm|mathrm|mbox)\s*\{)*")
@@ -256,11 +266,12 @@ def last_number(text: str) -> Fraction | None:
     Whatever looks like a number last decides; if it is not one, the answer is None and never an earlier number.
 
     - Commas are thousands separators only between true groups of three: `1,250` is 1250; `3,7`, `0,900` and `12,34,567`
-      are no numbers. LaTeX's `2{,}000` and `2\,000` are 2000, and so are `2_000`, `2'000` and groups with thin or
-      non-breaking spaces. `1 250`, with a plain space, may be two numbers, and is none.
+      are no numbers. LaTeX's `2{,}000`, `2\,000` and `2\ 000` are 2000, and so are `2_000`, `2'000` and groups with
+      thin or non-breaking spaces. `1 250`, with a plain space, may be two numbers, and is none.
     - Digits of all scripts count, and characters that cannot be seen do not.
     - A currency sign before it, a percent sign or unit behind it and one full stop are ignored: `$3,450.00.` is 3450,
-      `50%` is 50. A minus (ASCII, Unicode minus, en dash) counts where no operand stands directly before it.
+      `50%` is 50, `58 cm^2` is 58. A minus (ASCII, Unicode minus, en dash) counts where no operand stands directly
+      before it.
     - `1.5e3` is 1500. `3/4` and `1 3/4` are fractions. `12/4` is a division that was not carried out, and no number.
     - `5 million` is 5000000, and so for hundred, thousand, billion, trillion and dozen.
     - A number inside or directly before a power, root, fraction macro or π is part of a formula, and no number.
@@ -281,6 +292,9 @@ def last_number(text: str) -> Fraction | None:
 def _number_before(text: str, end: int) -> tuple[Fraction | None, int]:
     """The last number before `end`, and where it begins."""
     last_digit = max(text.rfind(digit, 0, end) for digit in "0123456789")
+    if power := _UNIT_POWER.search(text, max(0, last_digit - 40), last_digit + 1):
+        end = power.end(1)
+        last_digit = max(text.rfind(digit, 0, end) for digit in "0123456789")
     if last_digit < 0:
         return None, 0
     before = _BEFORE_NUMBER.match(text, 0, last_digit)
@@ -338,6 +352,17 @@ def gold_number(gold: Any) -> Fraction | None:
     written = _with_commas(written).strip("$ ")
     match = _NUMBER_LIKE.fullmatch(written.removesuffix(".").removesuffix("%").removesuffix("\\"))
     return None if match is None else last_number(match.group())
+
+
+def rounding(gold: Any) -> float:
+    """The share by which a gold answer may be off the number that it stands for: a few units of a float's last place.
+
+    No float is 1/3, and 0.1 + 0.2 is not the float nearest to 0.3.
+    """
+    gold = plain_scalar(gold)
+    if isinstance(gold, Rational) or not isinstance(gold, Real):
+        return 0.0
+    return {4: 2.0**-21, 2: 2.0**-8}.get(getattr(getattr(gold, "dtype", None), "itemsize", 8), 2.0**-50)
 
 
 def plain_scalar(value: Any) -> Any:

@@ -124,26 +124,30 @@ def is_prose(text: str) -> bool:
 _INVISIBLE = re.compile(r"[\x00-\x08\x0e-\x1f\xad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 _INVISIBLE_ASCII = bytes(code for code in range(128) if _INVISIBLE.match(chr(code)))
 _OTHER_DIGIT = re.compile(r"(?![0-9])\d")
-_WIDE = {0xFF01 + place: 0x21 + place for place in range(94)} | {0x066B: ".", 0x066C: ","}
-"""Full-width forms of ASCII, and the separators of Arabic numbers."""
+_FRACTION_CHARACTER = re.compile(r" ?([¼-¾⅐-⅞])")
+_WIDE = {0xFF01 + place: 0x21 + place for place in range(94)} | {0x066B: ".", 0x066C: ",", 0x2044: "/", 0x2215: "/"}
+"""Full-width forms of ASCII, the separators of Arabic numbers, and other slashes."""
 
 
 def plain_characters(text: str) -> str:
-    r"""`text` without characters that cannot be seen, its digits, of whatever script, as 0 to 9, and wide forms narrow.
+    r"""`text` without characters that cannot be seen, digits of all scripts as 0 to 9, wide forms narrow, ½ as 1/2.
 
     Otherwise `4\u200b2` would end in 2, and a full-width or Arabic 42 be passed over for an earlier number.
     """
     if text.isascii():  # without a pattern: twenty times as fast
         return text.encode("ascii").translate(None, _INVISIBLE_ASCII).decode("ascii")
-    text = _INVISIBLE.sub("", text).translate(_WIDE)
-    return _OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text)
+    text = _INVISIBLE.sub("", text)
+    text = _FRACTION_CHARACTER.sub(lambda fraction: " " + unicodedata.normalize("NFKC", fraction[1]), text)
+    return _OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_WIDE))
 
 
 # Decoration ----------------------------------------------------------------------------------------------------------
 
-_WRAPPER = r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|boldsymbol|mbox|operatorname|boxed|fbox)\s*"
+_WRAPPER = r"\\(?:(?:text|math)(?:bf|rm|it|sf|tt|normal)|text|boldsymbol|bm|mbox|underline|operatorname|boxed|fbox)\s*"
 _WRAPPED = re.compile(rf"(?:{_WRAPPER})?\{{(?P<inside>(?:[^{{}}\\]|\\.|\{{(?:[^{{}}\\]|\\.)*\}})*)\}}", re.DOTALL)
-_NAMED = re.compile(r"(?P<name>\\?[A-Za-z]+(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?)\s*=(?P<value>[^=]+)", re.DOTALL)
+_NAMED = re.compile(
+    r"(?P<name>\\?[A-Za-z]+(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?)\s*(?:=|\\in(?![A-Za-z]))(?P<value>[^=]+)", re.DOTALL
+)
 _MACRO_NAME = re.compile(r"\\[A-Za-z]+")
 _PROSE = re.compile(r"(?<![A-Za-z])(?:[A-Za-z]{2,}\s+[A-Za-z]|[A-Za-z]\s+[A-Za-z]{2})")
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -151,7 +155,15 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<!\\)(\$\$?)([^$]*)(?<!\\)\1"), r" \2 "),
     (re.compile(r"\\\(((?:(?!\\[()]).)*)\\\)", re.DOTALL), r" \1 "),
     (re.compile(r"(?<![\w)\]}])\*\*\*?(?=\S)|(?<=\S)\*\*\*?(?![\w(\[{\\])"), ""),
-    (re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|['\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"), _GROUP_MARK),
+    (
+        re.compile(
+            r"(?<=[0-9])(?:\{,\}(?:\\!)?|(?:\\!)?,\\!|\\[,:; ]|[~'\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"
+        ),
+        _GROUP_MARK,
+    ),
+    # Text macros around a number or a sign alone, beside something else: `\mathbf{58}\,\mathrm{cm}`, `58\text{\%}`.
+    (re.compile(rf"(?<![\w^}}]){_WRAPPER}\{{\s*([0-9][0-9.,]*)\s*\}}(?!\s?[\w^{{])"), r"{\1}"),
+    (re.compile(rf"{_WRAPPER}\{{\s*(\\?[$%]|[€£¥°.])\s*\}}"), r"\1"),
     (re.compile(r"\\(?:[,;:!> ]|(?:q?quad|displaystyle)(?![A-Za-z]))|[~\u00a0\u2009\u202f]"), " "),
     (re.compile(r"\\(?:left|right)(?![A-Za-z])\s*"), ""),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
@@ -191,20 +203,22 @@ def _inside_wrapper(text: str) -> str | None:
 
 # Units ---------------------------------------------------------------------------------------------------------------
 
+_UNIT_POWER = r"(?:\s*\^\s*\{?-?[0-9]\}?)?"
+_UNIT_IN_TEXT = rf"{_WRAPPER}\{{[^{{}}]*[A-Za-z][^{{}}]*\}}{_UNIT_POWER}"
 _UNIT_BEHIND: tuple[re.Pattern[str], ...] = (
+    re.compile(rf"(?P<body>.*?\S)\s*(?P<unit>{_UNIT_IN_TEXT}(?:\s*(?:/|\\cdot)?\s*{_UNIT_IN_TEXT})*)"),
+    re.compile(rf"{_WRAPPER}\{{\s*(?P<body>[0-9][0-9.,/]*)\s*(?P<unit>[A-Za-z]+\s*\}}{_UNIT_POWER})"),
     re.compile(
-        rf"(?P<body>.*?\S)\s*{_WRAPPER}\{{\s*(?P<unit>[^{{}}]*[A-Za-z][^{{}}]*)\}}\s*(?P<power>\^\{{?[0-9]\}}?)?"
+        r"(?P<body>.*?\S)\s*(?P<unit>\\?[%$]|(?:°|\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|\\degree)"
+        rf"\s*(?:[CF]|{_WRAPPER}\{{\s*[CF]\s*\}})?)"
     ),
-    re.compile(r"(?P<body>.*?\S)\s*(?P<unit>\\?%|°|\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|\\degree)"),
     # Letters directly behind a number are a product (2ab), except these; behind a space a word is a unit.
-    re.compile(r"(?P<body>.*[0-9.])(?P<unit>mm|cm|km|kg)(?P<power>\^\{?[0-9]\}?)?"),
-    re.compile(r"(?P<body>.*?\S)\s(?P<unit>[A-Za-z]{2,}(?:[ /][A-Za-z]+)*)(?P<power>\^\{?[0-9]\}?)?"),
+    re.compile(rf"(?P<body>.*[0-9.])(?P<unit>(?:mm|cm|km|kg){_UNIT_POWER})"),
+    re.compile(rf"(?P<body>.*?\S)\s(?P<unit>(?:[A-Za-z]{{2,}}|[mgsL])(?:[ /][A-Za-z]+)*{_UNIT_POWER})"),
 )
 _UNIT_BEFORE = re.compile(r"(?P<minus>-?)\s*(?P<unit>\\?\$|€|£|¥)\s*(?P<body>.*\S)")
-_UNIT_NAMES = {
-    "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "%": "percent",
-    "°": "degree", r"^\circ": "degree", r"^{\circ}": "degree", r"\degree": "degree",
-}  # fmt: skip
+_UNIT_NAMES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "%": "percent"}
+_UNIT_MACRO = re.compile(rf"{_WRAPPER}(?=\{{)|[{{}}]")
 
 
 def _quantity(text: str) -> tuple[ExactNumber, str | None] | None:
@@ -220,8 +234,7 @@ def _quantity(text: str) -> tuple[ExactNumber, str | None] | None:
         if behind := pattern.fullmatch(text):
             number = _form(behind["body"])
             if isinstance(number, ExactNumber):
-                power = behind.groupdict().get("power") or ""
-                return _scaled(number, behind["unit"], "".join(filter(str.isdigit, power)))
+                return _scaled(number, behind["unit"])
     return None
 
 
@@ -239,19 +252,19 @@ def scale_of(words: str) -> tuple[int, str]:
     return factor, words
 
 
-def _scaled(number: ExactNumber, unit: str, power: str) -> tuple[ExactNumber, str | None] | None:
-    factor, rest = scale_of(unit.strip())
-    if power and not rest:  # 5 million^2
+def _scaled(number: ExactNumber, unit: str) -> tuple[ExactNumber, str | None] | None:
+    factor, rest = scale_of(_UNIT_MACRO.sub("", unit).strip())
+    if factor != 1 and rest.startswith("^"):  # 5 million^2
         return None
     try:
-        return number * ExactNumber.from_rational(factor), _unit_name(rest) + power if rest else None
+        return number * ExactNumber.from_rational(factor), _unit_name(rest) if rest else None
     except NotExact:
         return None
 
 
 def _unit_name(unit: str) -> str:
-    unit = "".join(unit.split()).removesuffix(".")
-    unit = _UNIT_NAMES.get(unit, _UNIT_NAMES.get(unit.removeprefix("\\"), unit))
+    unit = re.sub(r"\\(?:circ|degree)|°", "degree", re.sub(r"[\s^]", "", unit)).removesuffix(".")
+    unit = _UNIT_NAMES.get(unit.removeprefix("\\"), unit)
     # Short units differ by case (mW, MW); of words, capitals and the plural s are decoration.
     return unit.casefold().removesuffix("s") if len(unit) > 3 else unit
 

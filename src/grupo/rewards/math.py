@@ -25,6 +25,7 @@ from grupo.rewards.answers import (
     gold_number,
     last_number,
     number_alone,
+    rounding,
 )
 from grupo.rewards.exact import within
 from grupo.rewards.expressions import Answer, read_answer, same_answer
@@ -68,7 +69,7 @@ class NumberVerifier(GoldVerifier):
         number = self.number(found)
         if number is None:
             return without_answer(found)
-        return compared(within(number, expected, self.tolerance), _shown(number), gold)
+        return compared(within(number, expected, max(self.tolerance, rounding(gold))), _shown(number), gold)
 
     def number(self, found: Found) -> Fraction | None:
         """The number that was found; of a text of its own, such as a box, only where the whole of it is one number."""
@@ -123,7 +124,7 @@ class MathVerifier(GoldVerifier):
         answer = None if found.answer is None else read_answer(found.answer)
         if answer is None:
             return without_answer(found)
-        return compared(same_answer(answer, expected, self.tolerance), str(answer), gold)
+        return compared(same_answer(answer, expected, max(self.tolerance, rounding(gold))), str(answer), gold)
 
     def read(self, text: str) -> Answer | None:
         """What a completion answers, in normal form."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from grupo.models.attention import LAYOUT_KEYWORD, DecodeLayout, hidden_windows, packed_attention, why_not_packed
-from grupo.models.load import base_model
+from grupo.models.load import base_model, vocabulary_size
+from grupo.models.quantized import arithmetic_dtype
 from grupo.records import GroupSpan, PackedLayout
 from grupo.rollout.cache import RowCache
 
@@ -218,9 +219,9 @@ def takes_row_cache(model: nn.Module, calls: Calls, *, like: nn.Module) -> bool:
     Two prompts of different lengths are continued, one of them by two rows, of which one leaves.
     """
     base = base_model(model)
-    if not calls.takes_positions or why_not_packed(base) is not None:
+    size = vocabulary_size(base)
+    if size is None or not calls.takes_positions or why_not_packed(base) is not None:
         return False
-    size = base.get_input_embeddings().num_embeddings
     prompts = [tuple((5 * place + 2) % size for place in range(length)) for length in (7, 4)]
     steps = [[(11 * place + row) % size for place in range(4)] for row in range(3)]
     decoder = RowDecoder(model, calls=calls, slots=3)
@@ -247,7 +248,7 @@ def takes_row_cache(model: nn.Module, calls: Calls, *, like: nn.Module) -> bool:
         return False
     pairs = (torch.log_softmax(torch.stack(values).float(), -1) for values in (found, expected))
     difference = float((next(pairs) - next(pairs)).abs().max())
-    return difference <= CHECK_TOLERANCE.get(next(base.parameters()).dtype, 0.1)
+    return difference <= CHECK_TOLERANCE.get(arithmetic_dtype(base, decoder.device), 0.1)
 
 
 def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,16 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grupo.models.decoding import decoding_copy
+from grupo.errors import TrainingError
+from grupo.models.decoding import decoding_copy, unfolded_layers
 from grupo.models.memory import free_bytes, give_back_memory
+from grupo.models.quantized import dense_bytes, spare_evaluation_mode
 from grupo.records import Completion, FinishReason
 from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.sampling import draw_tokens
 from grupo.sampling import SamplingSpec
 
+logger = logging.getLogger("grupo")
+
 MAX_ROWS = {"cpu": 64}
 """Rows that are decoded together, by kind of device; 256 on others."""
+_NO_NUMBERS = (
+    "The model's logits are NaN or infinite, so no token can be drawn. Its weights are damaged, or it overflows in its "
+    "dtype: load them again, and use bfloat16 or float32 instead of float16."
+)
 COPY_HEADROOM = 1.5
 """The model's size times this must be free for a copy of it: the cache comes on top."""
 
@@ -80,6 +90,10 @@ class LocalEngine:
         self.device = next(model.parameters()).device
         self.max_rows = max_rows or MAX_ROWS.get(self.device.type, 256)
         self._calls = Calls(model)
+        if unfolded := unfolded_layers(model):
+            logger.info(
+                "The adapters of %d layers decode unfolded, which takes longer: they are not plain LoRA.", unfolded
+            )
         self._takes_row_cache: bool | None = None
         self.copies: bool | None = None
         """Whether a copy decodes; None: decided at the first rollout, by the free memory."""
@@ -104,7 +118,7 @@ class LocalEngine:
     def _decoding_model(self) -> nn.Module:
         if self.copies is None:
             # Once: with folded adapters numbers are rounded differently, and a run is to stay the same all along.
-            free, needed = free_bytes(self.device), sum(map(_bytes, self.model.parameters()))
+            free, needed = free_bytes(self.device), dense_bytes(self.model)
             self.copies = free is None or free > COPY_HEADROOM * needed
         copied = decoding_copy(self.model) if self.copies else None
         return self.model if copied is None else copied
@@ -139,6 +153,8 @@ class LocalEngine:
             )
             # One transfer a step; token ids are exact in float64.
             ids, *numbers = torch.stack([column.double() for column in draw]).tolist()
+            if any(map(math.isnan, numbers[0])):
+                raise TrainingError(_NO_NUMBERS)
             going = []
             for place, (row, token, behavior, sampled, entropy) in enumerate(zip(rows, ids, *numbers, strict=True)):
                 row.token_ids.append(int(token))
@@ -209,16 +225,12 @@ class LocalEngine:
     def _completion(self, row: _Row, stopped: bool) -> Completion:
         return Completion(
             token_ids=tuple(row.token_ids),
-            text=self.decode(row.token_ids),
+            text=self.decode(row.token_ids[:-1] if stopped else row.token_ids),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             behavior_logprobs=tuple(row.behavior_logprobs),
             sampled_logprobs=tuple(row.sampled_logprobs),
             entropies=tuple(row.entropies),
         )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _without_holes(going: Sequence[int]) -> list[int]:
@@ -241,10 +253,11 @@ def _uniforms(seed: int, sampling: SamplingSpec) -> list[float]:
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """`eval()` for the rollout: dropout off, and gradient checkpointing, which would drop the cache, off too."""
-    training = [module for module in model.modules() if module.training]
+    before = {module: module.training for module in model.modules()}
     model.eval()
+    spare_evaluation_mode(model)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in before.items():
+            module.training = training

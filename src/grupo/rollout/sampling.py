@@ -110,6 +110,7 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]
     columns before it."""
     # Rounding can put the threshold at the total, which no column exceeds.
     threshold = torch.minimum(threshold, torch.nextafter(cumulative[:, -1:], torch.zeros_like(threshold)))
-    index = torch.searchsorted(cumulative, threshold, right=True)
+    # NaN is above everything; who reads the draw's log-probs finds it.
+    index = torch.searchsorted(cumulative, threshold, right=True).clamp_max(cumulative.shape[-1] - 1)
     before = functional.pad(cumulative, (1, 0)).gather(-1, index)
     return index, threshold - before

@@ -57,7 +57,7 @@ class ScriptedEngine:
             )
         return Completion(
             token_ids=tuple(token_ids),
-            text=self.decode(token_ids),
+            text=self.decode(token_ids[:-1] if stopped else token_ids),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
         )
 

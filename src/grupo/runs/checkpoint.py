@@ -62,7 +62,7 @@ def write_checkpoint(
         if reasons:
             if seals:
                 shutil.rmtree(partial, ignore_errors=True)
-            return reasons[0]
+            return str(reasons[0])
     return None
 
 

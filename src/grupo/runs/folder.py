@@ -34,10 +34,10 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetens
 
 # What a run writes and the next one in the same folder would overwrite or continue.
 RECORDS = ("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eval_*.json", "summary.json", "cut")
-CHECKPOINTS = ("checkpoint-*", UNFINISHED)
+CHECKPOINTS = ("checkpoint-*", UNFINISHED, "sft", "sft.*")
 ADAPTER = ("adapter_*",)
 WHOLE_MODEL = ("config.json", "generation_config.json", "model*.safetensors*")
-CARD = ("README.md",)
+CARD = ("README.md", "reward.svg")
 
 
 class RunFolder:

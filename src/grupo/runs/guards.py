@@ -13,6 +13,10 @@ logger = logging.getLogger("grupo")
 
 ROLLOUTS_WITH_GAP = 3
 """So many rollouts running must be off before the run stops."""
+ROLLOUTS_WITHOUT_SIGNAL = 5
+"""So many rollouts running must teach nothing, or be cut off, before it is said."""
+CUT_SHARE = 0.9
+"""Of the completions of a rollout: above, the cap and not the model ends them."""
 
 
 class GradientGuard:
@@ -86,4 +90,36 @@ class SamplerCheck:
                 "scoring differ in precision, dropout or weights.",
                 gap,
                 self.warn_above,
+            )
+
+
+class SignalCheck:
+    """Says, once each, why a reward may stay where it is (TRL issues #5697, #3452): a run goes on either way."""
+
+    def __init__(self, *, max_completion_length: int) -> None:
+        self.max_completion_length = max_completion_length
+        self.in_a_row = (0, 0)
+        """Rollouts without a signal, and rollouts whose completions were cut off."""
+
+    def check(self, metrics: MetricSums) -> None:
+        """Call once per rollout, with its metrics."""
+        means = metrics.means()
+        without_signal, cut_off = self.in_a_row
+        without_signal = without_signal + 1 if means["live_group_share"] == 0 else 0
+        cut_off = cut_off + 1 if means["completions/clipped_ratio"] > CUT_SHARE else 0
+        self.in_a_row = without_signal, cut_off
+        if without_signal == ROLLOUTS_WITHOUT_SIGNAL:
+            logger.warning(
+                "In %d rollouts running the completions of each prompt all had the same reward, so nothing was learned "
+                "from them: the prompts are too hard or too easy, or a reward function gives the same to everything. "
+                "Read some in completions.jsonl, and call the functions on them.",
+                ROLLOUTS_WITHOUT_SIGNAL,
+            )
+        if cut_off == ROLLOUTS_WITHOUT_SIGNAL:
+            logger.warning(
+                "In %d rollouts running more than %.0f%% of the completions were cut off at max_completion_length=%d "
+                "before a stop token. Raise it, or see whether the model's stop token is the one that it was taught.",
+                ROLLOUTS_WITHOUT_SIGNAL,
+                100 * CUT_SHARE,
+                self.max_completion_length,
             )

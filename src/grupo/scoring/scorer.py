@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from grupo.models.attention import LAYOUT_KEYWORD, hidden_windows, packed_attention, why_not_packed
-from grupo.models.load import base_model
+from grupo.models.load import base_model, vocabulary_size
+from grupo.models.quantized import arithmetic_dtype
 from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate
 from grupo.scoring.logprobs import chunked_logprobs, logprobs_from_logits
@@ -150,7 +151,9 @@ class Scorer:
 
     @torch.no_grad()
     def _sharing_differs(self, module: nn.Module, device: torch.device) -> str | None:
-        size = self.base.get_input_embeddings().num_embeddings
+        size = vocabulary_size(self.base)
+        if size is None:
+            return "the number of its tokens is not known"
         ids = [(7 * place + 3) % size for place in range(19)]
         samples = [_check_sample(ids[:7], ids[7:12]), _check_sample(ids[:7], ids[12:15])]
         packed = collate(samples, pad_token_id=0, device=device, packed=True)
@@ -163,7 +166,7 @@ class Scorer:
             except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
                 return f"this model does not take packed rows ({type(error).__name__}: {str(error).splitlines()[0]})"
         difference = float((found - expected).abs().max())
-        tolerance = SHARING_TOLERANCE.get(_dtype_of(self.base, device), 5e-2)
+        tolerance = SHARING_TOLERANCE.get(arithmetic_dtype(self.base, device), 5e-2)
         if not difference <= tolerance:
             return f"with packed rows log-probs of this model are off by {difference:.1e} nats"
         assert packed.layout is not None
@@ -229,13 +232,6 @@ def _names_dropout(name: str) -> bool:
 
 def _check_sample(prompt_ids: list[int], completion_ids: list[int]) -> Sample:
     return Sample(tuple(prompt_ids), tuple(completion_ids), 0.0, True, True, None)
-
-
-def _dtype_of(model: nn.Module, device: torch.device) -> torch.dtype:
-    """What `model` computes in."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return next(model.parameters()).dtype
 
 
 def _decoder(base: Any) -> nn.Module | None:

@@ -29,7 +29,7 @@ from grupo.models.memory import (
     memory_given_back_between_layers,
 )
 from grupo.models.recomputed import cheap_activations_recomputed
-from grupo.models.reference import ReferencePolicy
+from grupo.models.reference import Reference
 from grupo.records import MicroBatch, Sample
 from grupo.scoring.batch import collate, micro_batches
 from grupo.scoring.scorer import Scorer, Scores, dropout_off
@@ -192,7 +192,7 @@ class PolicyUpdate:
         return UpdateResult(loss, metrics, totals, entropy_sum, scored_tokens)
 
     def score_window(
-        self, model: nn.Module, samples: Sequence[Sample], *, with_old: bool, reference: ReferencePolicy | None
+        self, model: nn.Module, samples: Sequence[Sample], *, with_old: bool, reference: Reference | None
     ) -> list[Sample]:
         """The samples with the log-probs that stay fixed while their window is trained on.
 

@@ -1,0 +1,136 @@
+"""Ready-made chat templates, for tokenizers that have none. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from grupo.errors import ConfigError
+from grupo.names import nearest
+
+logger = logging.getLogger("grupo")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How a conversation becomes one text."""
+
+    jinja: str
+    needed_tokens: tuple[str, ...] = ()
+    """Without them in its vocabulary a tokenizer would read them as letters, and no answer could end."""
+    end_of_turn: str | None = None
+    """The token that ends an answer; None: the tokenizer's end-of-sequence token."""
+
+
+_CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+_LLAMA_3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
+
+# Without a role for system messages, which stand before the first question.
+_GEMMA = """\
+{{- bos_token }}
+{%- set ns = namespace(system='') %}
+{%- for message in messages %}
+{%- if message['role'] == 'system' %}{%- set ns.system = message['content'] | trim + '\n\n' %}
+{%- else %}
+{{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}
+{{- ns.system + message['content'] | trim + '<end_of_turn>\n' }}
+{%- set ns.system = '' %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"""
+
+_MISTRAL = """\
+{{- bos_token }}
+{%- set ns = namespace(system='') %}
+{%- for message in messages %}
+{%- if message['role'] == 'system' %}{%- set ns.system = message['content'] | trim + '\n\n' %}
+{%- elif message['role'] == 'assistant' %}{{- ' ' + message['content'] | trim + eos_token }}
+{%- else %}{{- '[INST] ' + ns.system + message['content'] | trim + ' [/INST]' }}{%- set ns.system = '' %}
+{%- endif %}
+{%- endfor %}"""
+
+_PLAIN = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' %}{{- 'Assistant: ' + message['content'] | trim + eos_token + '\n\n' }}
+{%- else %}{{- message['role'] | capitalize + ': ' + message['content'] | trim + '\n\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}"""
+
+CHAT_TEMPLATES: dict[str, ChatTemplate] = {
+    "chatml": ChatTemplate(_CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "llama-3": ChatTemplate(_LLAMA_3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
+    "gemma": ChatTemplate(_GEMMA, ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
+    "mistral": ChatTemplate(_MISTRAL),
+    "plain": ChatTemplate(_PLAIN),
+}
+
+
+def check_template_name(template: str | None) -> None:
+    """
+    Raises:
+        ConfigError: neither the name of a ready-made template nor the text of one.
+    """
+    if template is None or template in CHAT_TEMPLATES or "{" in template:
+        return
+    raise ConfigError(
+        f"chat_template={template!r} is not one of {', '.join(map(repr, CHAT_TEMPLATES))}, and no Jinja text either."
+        f"{nearest(template, CHAT_TEMPLATES)}"
+    )
+
+
+def fitting_templates(tokenizer: Any) -> list[str]:
+    """Names of the ready-made templates whose tokens the tokenizer has."""
+    return [name for name, template in CHAT_TEMPLATES.items() if not _missing_tokens(tokenizer, template)]
+
+
+def set_chat_template(tokenizer: Any, template: str) -> Any:
+    """Gives the tokenizer a chat template, which is saved with it, and returns it.
+
+    The token that ends an answer in a ready-made template becomes its end-of-sequence token.
+
+    Args:
+        template: the name of a ready-made template, or the text of one in Jinja.
+
+    Raises:
+        ConfigError: there is none of that name, or the tokenizer lacks its tokens.
+    """
+    check_template_name(template)
+    ready_made = CHAT_TEMPLATES.get(template)
+    if ready_made is not None:
+        missing = _missing_tokens(tokenizer, ready_made)
+        if missing:
+            raise ConfigError(
+                f"chat_template={template!r} needs {', '.join(missing)}, which this tokenizer does not have as tokens: "
+                "it would read them as letters, and no answer could end. Templates that fit it: "
+                f"{', '.join(map(repr, fitting_templates(tokenizer)))}."
+            )
+    if tokenizer.chat_template:
+        logger.warning("chat_template: the tokenizer's own chat template is replaced.")
+    tokenizer.chat_template = template if ready_made is None else ready_made.jinja
+    if ready_made is not None and ready_made.end_of_turn is not None:
+        tokenizer.eos_token = ready_made.end_of_turn
+    return tokenizer
+
+
+get_chat_template = set_chat_template
+"""The name that scripts written for Unsloth use."""
+
+
+def _missing_tokens(tokenizer: Any, template: ChatTemplate) -> list[str]:
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in template.needed_tokens if token not in vocabulary]
+    has_end = template.end_of_turn is not None or tokenizer.eos_token
+    return missing if has_end else [*missing, "an end-of-sequence token"]

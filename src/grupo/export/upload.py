@@ -1,0 +1,165 @@
+"""Upload of a model's folder to the Hub: tried again when the connection fails, and continued where it stopped."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from grupo.errors import ConfigError, ExportError
+from grupo.export.source import ADAPTER_CONFIG, read_json
+from grupo.hub import answers
+from grupo.runs.card import card_from_files, for_hub, is_written
+from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
+
+logger = logging.getLogger("grupo")
+
+T = TypeVar("T")
+
+NOT_UPLOADED = (
+    *("checkpoint-*", "earlier*", "cut/*", "completions*", "eval_*.json", "manifest.json"),
+    *("training_args.bin", "runs/*", "_*", ".*", "trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt"),
+    *("rng_state*", "grupo_state*", "grupo_checkpoint.json", "unfinished/*", "sft*"),
+)
+"""Of a run or a checkpoint: what resumes it, its texts, and what names paths of this machine."""
+
+
+def push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    token: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    tags: Sequence[str] = (),
+    message: str = "Upload with grupo",
+    attempts: int = 5,
+    wait: float = 2.0,
+) -> str:
+    """Uploads a folder, of a run, an adapter, a merged model or a GGUF file, and returns the repository's address.
+
+    The folder's README.md is its card; where it has none, one is written for the upload. A folder with `metrics.jsonl`
+    gets a picture of the reward beside it. Files that the Hub has already are not sent again, so that an upload that
+    was killed goes on when it is started once more.
+
+    Args:
+        repo_id: "NAME" or "OWNER/NAME"; made where there is none.
+        token: with write access; by default the one that `hf auth login` or HF_TOKEN has left.
+        private: of a new repository.
+        revision: branch, made where there is none.
+        tags: of the card, beside "grpo" and "grupo".
+        attempts: how often it is tried in all, when the Hub does not answer or has an error of its own.
+        wait: seconds until the second try; they double from try to try.
+
+    Raises:
+        ConfigError: there is nothing to upload, or the Hub refuses it; trying again would not help.
+        ExportError: the Hub could not be reached in all tries.
+    """
+    folder = Path(folder)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise ConfigError(f"{folder} is no folder with files, so there is nothing to upload.")
+
+    def upload() -> str:
+        return _upload(staged, repo_id, token=token, private=private, revision=revision, message=message)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        staged = _staged(folder, Path(scratch), tags)
+        return retried(upload, folder, repo_id, attempts=attempts, wait=wait)
+
+
+def retried(upload: Callable[[], T], folder: str | Path, repo_id: str, *, attempts: int, wait: float) -> T:
+    """What `upload` returns, as soon as it does; the pauses between tries double. Errors as in `push`."""
+    for attempt in range(1, attempts + 1):
+        try:
+            return upload()
+        except failures() as error:
+            reason = first_line(error)
+            if is_refusal(error):
+                raise ConfigError(f"The Hub does not take the upload to {repo_id!r}: {reason}") from error
+            if attempt == attempts:
+                raise ExportError(
+                    f"The upload to {repo_id!r} failed {attempts} times: {reason} Nothing is lost: "
+                    f"`{command(folder, repo_id)}` goes on where it stopped."
+                ) from error
+            logger.warning(
+                "Upload to %s, try %d of %d: %s The next one is in %g s.", repo_id, attempt, attempts, reason, wait
+            )
+            time.sleep(wait)
+            wait *= 2
+    raise ConfigError(f"attempts={attempts}: it must be 1 or more.")
+
+
+def command(folder: str | Path, repo_id: str) -> str:
+    """What a person types to upload a folder again."""
+    return f"grupo export {folder} --to hub --repo {repo_id}"
+
+
+def _upload(
+    folder: Path, repo_id: str, *, token: str | None, private: bool | None, revision: str | None, message: str
+) -> str:
+    from huggingface_hub import HfApi
+
+    check_hub_answers()
+    api = HfApi(token=token)
+    url = api.create_repo(repo_id, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(url.repo_id, branch=revision, exist_ok=True)
+    api.upload_folder(
+        repo_id=url.repo_id, folder_path=folder, commit_message=message, revision=revision,
+        ignore_patterns=list(NOT_UPLOADED),
+    )  # fmt: skip
+    return str(url)
+
+
+def check_hub_answers() -> None:
+    """Raises a ConnectionError within seconds, which the Hub's client takes half a minute for."""
+    if not answers():
+        raise ConnectionError("The Hub does not answer, or HF_HUB_OFFLINE is set.")
+
+
+def _staged(folder: Path, scratch: Path, tags: Sequence[str]) -> Path:
+    """The folder by links, with the card and the curve as they are to be uploaded."""
+    for entry in folder.rglob("*"):
+        if entry.is_file():
+            link = scratch / entry.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(entry.resolve())
+    # A checkpoint is of the run around it.
+    run = folder.resolve().parent if (folder / "trainer_state.json").is_file() else folder
+    card, drawing = scratch / "README.md", reward_drawing(training_log(run / "metrics.jsonl"))
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    if not is_written(text):
+        adapter = folder / ADAPTER_CONFIG
+        base = read_json(adapter).get("base_model_name_or_path") if adapter.is_file() else None
+        text = card_from_files(folder, run, base_model=base, is_adapter=adapter.is_file())
+    card.unlink(missing_ok=True)
+    card.write_text(for_hub(text, tags), encoding="utf-8")
+    if drawing is not None and not (scratch / REWARD_CURVE).exists():
+        (scratch / REWARD_CURVE).write_text(drawing, encoding="utf-8")
+    return scratch
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What the Hub's client raises; `OSError` is what the network does, `RuntimeError` what hf_xet makes of it."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    # The HTTP library below is one of several names, and its base error the first of the client's own error.
+    return (*HfHubHTTPError.__bases__, OSError, RuntimeError, HFValidationError)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the answer would be the same at every try: no token, no right, a wrong name."""
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+
+    if isinstance(error, LocalTokenNotFoundError | HFValidationError):
+        return True
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status is not None and 400 <= status < 500 and status not in (408, 409, 412, 429)
+
+
+def first_line(error: BaseException) -> str:
+    line = str(error).strip().partition("\n")[0] or type(error).__name__
+    return line if line.endswith(".") else f"{line}."

@@ -1,0 +1,95 @@
+"""What a recipe starts from: a model, with a fresh adapter or without, or a saved adapter to go on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grupo.errors import ConfigError
+from grupo.models.adapters import find_adapter
+from grupo.models.default_model import default_model_path
+from grupo.models.load import device_dtype
+from grupo.models.quantized import quantization_config
+from grupo.recipe import Recipe
+
+
+def start_model(recipe: Recipe) -> str:
+    """Path or name of the model or adapter."""
+    return default_model_path() if recipe.model == "default" else recipe.model
+
+
+def with_start(recipe: Recipe) -> Recipe:
+    """The recipe with `lora: null` where its model is a saved adapter and it asks for no fresh one."""
+    if "lora" in recipe.model_fields_set or not _names_adapter(recipe):
+        return recipe
+    return recipe.model_copy(update={"lora": None})
+
+
+def has_adapter(recipe: Recipe) -> bool:
+    """Whether an adapter is trained, a fresh or a saved one, and not the whole model."""
+    return recipe.lora is not None or _names_adapter(recipe)
+
+
+def _names_adapter(recipe: Recipe) -> bool:
+    if recipe.model == "default":
+        return False
+    kwargs = recipe.training.get("model_init_kwargs")
+    return find_adapter(recipe.model, kwargs if isinstance(kwargs, dict) else None) is not None
+
+
+def quantization(recipe: Recipe) -> Any:
+    """What `from_pretrained` needs to quantise the model; None for nothing.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
+    if recipe.quantization is None:
+        return None
+    dtype = device_dtype() if recipe.dtype is None else getattr(torch, recipe.dtype)
+    return quantization_config(recipe.quantization, dtype, asked=f"quantization: {recipe.quantization}")
+
+
+def training_fields(recipe: Recipe) -> dict[str, Any]:
+    """The fields of GRPOConfig, with the dtype that the model is loaded in.
+
+    Raises:
+        ConfigError: the dtype is given twice.
+    """
+    training = dict(recipe.training)
+    dtype: str | None = recipe.dtype
+    if dtype is None and recipe.quantization is not None:
+        dtype = str(device_dtype()).removeprefix("torch.")
+    if dtype is None:
+        return training
+    given = training.get("model_init_kwargs") or {}
+    if not isinstance(given, dict) or {"dtype", "torch_dtype"} & given.keys():
+        if recipe.dtype is None:
+            return training
+        raise ConfigError(
+            f"The recipe gives a dtype twice: dtype={recipe.dtype}, and training.model_init_kwargs={given!r}. Take one "
+            "out; model_init_kwargs must be a mapping beside dtype."
+        )
+    return {**training, "model_init_kwargs": {**given, "dtype": dtype}}
+
+
+def fresh_adapter(recipe: Recipe) -> Any:
+    """The configuration of the adapter that the recipe asks for; None for none."""
+    spec = recipe.lora
+    if spec is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=spec.r,
+        lora_alpha=spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=spec.target_modules,
+        exclude_modules=spec.exclude_modules,
+        modules_to_save=spec.modules_to_save,
+        layers_to_transform=spec.layers,
+        use_rslora=spec.rslora,
+        use_dora=spec.dora,
+        bias=spec.bias,
+    )
