@@ -40,6 +40,7 @@ class ResumableTrainer(HubTrainer):
     A subclass says what its run consists of beyond the base class: `run_settings`, `run_state`, `load_run_state`.
     """
 
+    model: Any  # optional in the base class
     run_folder: RunFolder
     completion_table: CompletionTable
 
