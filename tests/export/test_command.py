@@ -73,8 +73,7 @@ def test_a_run_that_went_on_behind_its_saved_model_is_exported_from_its_newest_c
     """As one that SIGTERM has ended, which was then resumed and killed."""
     resumed = tmp_path / "resumed"
     shutil.copytree(run, resumed)
-    for name in ("adapter_model.safetensors",):
-        shutil.copy(run / "checkpoint-1" / name, resumed / name)
+    shutil.copy(run / "checkpoint-1" / "adapter_model.safetensors", resumed)
     (resumed / "summary.json").write_text('{"steps": 1}')
     output = tmp_path / "newest"
     assert main(["export", str(resumed), "--to", "adapter", "--output", str(output)]) == 0

@@ -228,7 +228,7 @@ def _check_places(model: Any, peft_config: Any) -> None:
                 "saved for it. Usual ones are 'lm_head' and 'embed_tokens'."
             )
     layers = getattr(peft_config, "layers_to_transform", None)
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    count = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
     outside = [layer for layer in ([layers] if isinstance(layers, int) else layers or ()) if count and layer >= count]
     if outside:
         raise ConfigError(
