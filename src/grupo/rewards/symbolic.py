@@ -68,7 +68,7 @@ class MathVerify(GoldVerifier):
         super().__init__(name, gold_column)
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
-                "The comparison of formulas needs the package math-verify. Install it (pip install 'grupo[math]'), or "
+                "The comparison of formulas needs the package math-verify. Install it (pip install math-verify), or "
                 "set verify='exact'."
             )
         self.extraction = extraction
