@@ -128,7 +128,7 @@ def test_the_sampler_is_the_policy(folder, kind, settings):
         return
     asked, one = requests(), engine(model)
     groups = one.generate(asked, SamplingSpec(max_new_tokens=20))
-    assert one._copies and one._takes_row_cache
+    assert one.copies and one._takes_row_cache
     assert gap(model, groups, asked) < BOUND[kind]
 
 
