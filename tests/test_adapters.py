@@ -112,14 +112,6 @@ def test_a_base_model_beside_the_adapter_is_found(base: Path, adapter: Path, tmp
     make(tmp_path / "run", adapter)
 
 
-def test_the_commit_of_a_base_model_on_the_hub_is_saved(tmp_path: Path) -> None:
-    model = tiny_model()
-    model.config._name_or_path, model.config._commit_hash = "someone/model", "abc123"
-    save_adapter(get_peft_model(model, lora()), tmp_path)
-    saved = PeftConfig.from_pretrained(tmp_path)
-    assert (saved.base_model_name_or_path, saved.revision) == ("someone/model", "abc123")
-
-
 def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 

@@ -104,6 +104,15 @@ def test_a_hook_anywhere_in_a_layer_counts(part):
         )
 
 
+@pytest.mark.parametrize(
+    "settings, unfolded", [({}, 0), ({"use_dora": True}, 14), ({"modules_to_save": ["lm_head"]}, 0)]
+)
+def test_layers_that_are_not_folded_are_told(settings, unfolded, caplog):
+    caplog.set_level("INFO", logger="grupo")
+    engine(adapted(**settings))
+    assert (f"The adapters of {unfolded} layers decode unfolded" in caplog.text) == bool(unfolded)
+
+
 def test_no_copy_of_what_a_copy_could_miss():
     model = tiny_model()
     model.forward = lambda *args, **kwargs: None

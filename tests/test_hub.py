@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import time
 import urllib.error
@@ -10,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 
 from grupo import hub
 from grupo.cli import main
+from grupo.models.adapters import find_adapter, load_with_adapter, save_adapter
 from grupo.models.load import load_policy
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
 
 NAME = "nobody/has-made-this-1b"
+COMMIT = "0123456789" * 4
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +95,33 @@ def test_an_answer_of_any_kind_is_an_answer(answer: Exception, monkeypatch: pyte
     assert not hub.is_out_of_reach(NAME)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert hub.is_out_of_reach(NAME)
+
+
+def in_cache(cache: Path, name: str) -> Path:
+    """The folder of a snapshot that the cache takes for the newest one."""
+    snapshot = cache / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
+    return snapshot
+
+
+def test_an_adapter_in_the_cache_finds_its_base_model_there(
+    offline: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    tiny_model().save_pretrained(in_cache(tmp_path, NAME))
+    base = load_policy(NAME, {"cache_dir": str(tmp_path)})
+    adapter = get_peft_model(
+        base, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    )
+    folder = in_cache(tmp_path, "nobody/adapter")
+    save_adapter(adapter, folder)
+    assert json.loads((folder / "adapter_config.json").read_text())["revision"] == COMMIT
+    found = find_adapter("nobody/adapter", {"cache_dir": str(tmp_path)})
+    assert found is not None and found.base == NAME and found.tokenizer() is None
+    loaded = load_with_adapter(found, {"cache_dir": str(tmp_path)})
+    ids = torch.arange(5, 20)[None]
+    torch.testing.assert_close(loaded(input_ids=ids).logits, adapter(input_ids=ids).logits)
+    tiny_tokenizer().save_pretrained(folder)
+    assert len(found.tokenizer()) == len(tiny_tokenizer()) and len(offline) == 1

@@ -106,7 +106,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
          "peft_config": LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.3)},
     ),
     "between two logs": (
-        4, {"logging_steps": 3, "log_completions": True, "num_completions_to_print": 1, "rewards": with_extras}
+        5, {"logging_steps": 3, "log_completions": True, "num_completions_to_print": 1, "rewards": with_extras}
     ),
     "with evaluations": (4, {**EVALUATED, "eval_on_start": True, "logging_steps": 2}),
     "logs and evaluations of epochs": (4, {"eval_strategy": "epoch", "logging_strategy": "epoch"}),

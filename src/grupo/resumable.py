@@ -40,6 +40,7 @@ class ResumableTrainer(HubTrainer):
     A subclass says what its run consists of beyond the base class: `run_settings`, `run_state`, `load_run_state`.
     """
 
+    model: Any  # optional in the base class
     run_folder: RunFolder
     completion_table: CompletionTable
 
@@ -137,13 +138,14 @@ class ResumableTrainer(HubTrainer):
         if checkpoint is None:
             self._hash_of_start = None  # a second run of this trainer begins with other weights
         about = {**self.about_run(), "model_hash": self.hash_of_start()}
-        self.run_folder.write_json(
-            "manifest.json", manifest(**about, **({} if checkpoint is None else {"resumed_from": checkpoint}))
-        )
+        if checkpoint is not None:
+            about["resumed_from"] = checkpoint
+        self.run_folder.write_json("manifest.json", manifest(**about))
 
     def hash_of_start(self) -> str:
         """Of the model that the run began with; see `model_hash`."""
         if self._hash_of_start is None:
+            assert self.model is not None
             self._hash_of_start = model_hash(self.model)
         return self._hash_of_start
 

@@ -121,7 +121,6 @@ class GRPOTrainer(ResumableTrainer):
     """
 
     # The base class types these as optional; here they are always there.
-    model: Any
     args: Any
     optimizer: Any
     eval_dataset: Any

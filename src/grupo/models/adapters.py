@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer
@@ -61,11 +62,17 @@ class SavedAdapter:
             )
         return str(base)
 
+    @property
+    def source(self) -> tuple[str, Mapping[str, Any]]:
+        """Name and keywords for from_pretrained. Without the Hub a folder: peft asks the Hub whatever it is told."""
+        return (str(self.folder), {}) if "local_files_only" in self.where else (self.name, self.where)
+
     def tokenizer(self, *, trust_remote_code: bool = False) -> Any:
         """The tokenizer that was saved with the adapter; None where there is none, so that it is the base model's."""
-        if not has_file(self.name, TOKENIZER_CONFIG_FILE, **self.where):
+        source, where = self.source
+        if not has_file(source, TOKENIZER_CONFIG_FILE, **where):
             return None
-        return AutoTokenizer.from_pretrained(self.name, trust_remote_code=trust_remote_code, **self.where)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **where)
 
 
 WHERE = ("revision", "cache_dir", "token")
@@ -118,9 +125,10 @@ def load_with_adapter(
     except GrupoError as error:
         raise type(error)(f"{adapter.name!r} is an adapter, and its base model cannot be loaded. {error}") from error
     _fit_vocabulary(base, adapter)
+    source, where = adapter.source
     try:
-        model = PeftModel.from_pretrained(prepared_for_adapter(base), adapter.name, is_trainable=True, **adapter.where)
-        saved = load_peft_weights(adapter.name, device="cpu", **adapter.where)
+        model = PeftModel.from_pretrained(prepared_for_adapter(base), source, is_trainable=True, **where)
+        saved = load_peft_weights(source, device="cpu", **where)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"The adapter {adapter.name!r} cannot be put on its base model {adapter.base!r}: "
@@ -224,7 +232,13 @@ def _name_base(config: PeftConfig, base: Any) -> None:
         config.base_model_name_or_path = os.path.abspath(name)
     elif name:
         config.base_model_name_or_path = name
-        config.revision = config.revision or getattr(base.config, "_commit_hash", None)
+        config.revision = config.revision or _cached_commit(name)
+
+
+def _cached_commit(name: str) -> str | None:
+    """The commit of a model of the Hub that is in the cache, which is the one that was loaded."""
+    path = try_to_load_from_cache(name, "config.json")
+    return Path(path).parent.name if isinstance(path, str) else None
 
 
 def has_new_tokens(model: Any) -> bool:
@@ -263,9 +277,8 @@ def _base_vocabulary(model: Any) -> int | None:
     if not name:
         return None
     try:
-        config = AutoConfig.from_pretrained(
-            name, revision=getattr(base_model(model).config, "_commit_hash", None), local_files_only=True
-        )
+        revision = next((config.revision for config in (getattr(model, "peft_config", None) or {}).values()), None)
+        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
     except (OSError, ValueError):
         return None
     return getattr(config.get_text_config(), "vocab_size", None)

@@ -43,6 +43,12 @@ def decoding_copy(model: Any) -> nn.Module | None:
     return _copied(base, functools.partial(_replacement, rotation=Rotation()), {})
 
 
+def unfolded_layers(model: Any) -> int:
+    """Layers whose adapters the copy computes as peft does, beside their weights: DoRA, biases, embeddings, others."""
+    layers = [module for module in base_model(model).modules() if isinstance(module, BaseTunerLayer)]
+    return sum(_layer_of(layer) is None for layer in layers)
+
+
 @torch.no_grad()
 def _replacement(module: Any, rotation: Rotation) -> nn.Module | None:
     """What stands for a module in the copy; None: a copy of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grupo.errors import TrainingError
-from grupo.models.decoding import decoding_copy
+from grupo.models.decoding import decoding_copy, unfolded_layers
 from grupo.models.memory import free_bytes, give_back_memory
 from grupo.models.quantized import dense_bytes, spare_evaluation_mode
 from grupo.records import Completion, FinishReason
@@ -22,6 +23,8 @@ from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecod
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.sampling import draw_tokens
 from grupo.sampling import SamplingSpec
+
+logger = logging.getLogger("grupo")
 
 MAX_ROWS = {"cpu": 64}
 """Rows that are decoded together, by kind of device; 256 on others."""
@@ -87,6 +90,10 @@ class LocalEngine:
         self.device = next(model.parameters()).device
         self.max_rows = max_rows or MAX_ROWS.get(self.device.type, 256)
         self._calls = Calls(model)
+        if unfolded := unfolded_layers(model):
+            logger.info(
+                "The adapters of %d layers decode unfolded, which takes longer: they are not plain LoRA.", unfolded
+            )
         self._takes_row_cache: bool | None = None
         self.copies: bool | None = None
         """Whether a copy decodes; None: decided at the first rollout, by the free memory."""
