@@ -182,6 +182,7 @@ BOMBS = {
 @pytest.mark.parametrize("answer", BOMBS.values(), ids=BOMBS.keys())
 def test_absurd_answers_are_wrong_in_time(verifier: MathVerify, answer: str) -> None:
     gold = "x+7"
+    judged(verifier, boxed("x+5"), gold)  # the worker that the last answer may have cost is there again
     started = time.monotonic()
     assert judged(verifier, boxed(answer), gold) is False
     assert time.monotonic() - started < LIMIT + 1
