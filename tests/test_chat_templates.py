@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from grupo import GRPOConfig, GRPOTrainer, set_chat_template
+from grupo import GRPOConfig, GRPOTrainer, get_chat_template, set_chat_template
 from grupo.chat_templates import CHAT_TEMPLATES, fitting_templates
 from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, DataError
@@ -78,6 +78,11 @@ def test_names_and_texts(caplog):
     text = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert set_chat_template(tiny_tokenizer(), text).chat_template == text
     assert "own chat template is replaced" in caplog.text
+    as_in_unsloth = get_chat_template(tiny_tokenizer(), chat_template=text, mapping={"role": "role"})
+    assert as_in_unsloth.chat_template == text
+    for more in ({"mapping": {"role": "from"}}, {"map_eos_token": False}, {"system_message": "Think."}):
+        with pytest.raises(ConfigError, match=next(iter(more))):
+            get_chat_template(tiny_tokenizer(), text, **more)
 
 
 def run(tmp_path, tokenizer, **settings):

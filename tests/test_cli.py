@@ -398,6 +398,27 @@ def test_a_resumed_run_is_the_uninterrupted_one(model: Path, tmp_path: Path) -> 
     assert read_json(tmp_path / "resumed" / "summary.json")["completions"] == 32
 
 
+def test_a_run_folder_that_was_moved_is_not_taken_for_a_new_run(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (*LENGTH, "training.save_strategy=steps", "training.save_steps=1", "eval.enabled=false")
+    assert train(model, tmp_path / "before", *settings) == 0
+    (tmp_path / "before").rename(tmp_path / "after")
+    recipe = str(tmp_path / "after" / "recipe.yaml")
+    assert main(["train", recipe, "--resume"]) == 2
+    assert f"add --set training.output_dir={str(tmp_path / 'after')!r}" in refused(capsys)
+    assert not (tmp_path / "before").exists()
+    assert main(["train", recipe, "--resume", "--set", f"training.output_dir={tmp_path / 'after'}"]) == 0
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_anything_is_loaded(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert train(model, tmp_path / "file" / "run") == 2
+    assert "is a file. Choose another folder" in refused(capsys)
+
+
 def test_a_refused_resume_keeps_the_trained_adapter(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,6 +200,10 @@ def test_the_same_again_is_no_change_and_another_is_refused(folder):
         ({"finetune_last_n_layers": 1, "layers_to_transform": [0]}, "one of them"),
         ({"target_modules": ["nope"]}, "q_proj"),
         ({"lora_alhpa": 3}, "docs/unsloth.md"),
+        ({"modules_to_save": ["nope"]}, "no such module"),
+        ({"layers_to_transform": [0, 7]}, r"\[7\]"),
+        ({"bias": "yes"}, "bias"),
+        ({"random_state": None}, "whole number"),
     ],
 )
 def test_adapters_that_cannot_be(folder, settings, message):
@@ -314,6 +318,10 @@ def test_max_seq_length_bounds_prompt_and_completion(folder):
         (lambda model: model.fast_generate("a", max_new_tokens=5), "sampling_params"),
         (lambda model: model.fast_generate("a", 0.7), "SamplingParams"),
         (lambda model: model.fast_generate([]), "list"),
+        (lambda model: model.fast_generate(""), "must be a text"),
+        (lambda model: model.fast_generate("a", SamplingParams(n=0)), "at least 1"),
+        (lambda model: FastLanguageModel.get_peft_model(asked_of(model).tokenizer), "pass the model"),
+        (lambda model: FastLanguageModel.from_pretrained(3), "folder"),
         (lambda model: model.fast_generate([3]), "must be a text"),
         (lambda model: model.fast_generate("a", lora_request=3), "load_lora"),
         (lambda model: model.load_lora("nowhere"), "adapter_config.json"),

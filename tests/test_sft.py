@@ -297,6 +297,17 @@ def test_a_resumed_run_does_not_repeat_it(life: Path, model: Path, tmp_path: Pat
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
     assert run("train", model, broken, "sft.rows=8", flags=("--resume",)) == 2
     assert "was made with other settings" in capsys.readouterr().err
+    for setting in ("sft=null", ""):
+        assert run("train", model, broken, *filter(None, [setting]), flags=("--resume",)) == 2
+        assert ("and the recipe has no `sft`" if setting else "no folder 'sft'") in capsys.readouterr().err
+        assert (broken / "checkpoint-2").is_dir() and not (broken / "earlier").exists()
+        shutil.rmtree(broken / "sft", ignore_errors=True)
+
+
+def test_a_phase_that_cannot_be_written_ends_with_a_sentence(model: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "sft.unfinished").write_text("in the way")
+    assert run("sft", model, tmp_path) == 1
+    assert "Nothing of the supervised phase is saved" in capsys.readouterr().err
 
 
 def test_the_merged_model_is_the_trained_one(life: Path, tmp_path: Path) -> None:

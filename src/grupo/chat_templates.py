@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,8 +126,29 @@ def set_chat_template(tokenizer: Any, template: str) -> Any:
     return tokenizer
 
 
-get_chat_template = set_chat_template
-"""The name that scripts written for Unsloth use."""
+def get_chat_template(
+    tokenizer: Any,
+    chat_template: str = "chatml",
+    mapping: Mapping[str, str] | None = None,
+    map_eos_token: bool = True,
+    system_message: str | None = None,
+) -> Any:
+    """`set_chat_template` under the name and arguments that scripts written for Unsloth use.
+
+    Raises:
+        ConfigError: also where another argument asks for what is not done here.
+    """
+    if any(name != meant for name, meant in (mapping or {}).items() if name in ("role", "content")):
+        raise ConfigError(
+            f"mapping={mapping!r}: messages have the keys role and content here. Rename them in the data."
+        )
+    if not map_eos_token:
+        raise ConfigError(
+            "map_eos_token=False: the token that ends an answer is always the end-of-sequence token here."
+        )
+    if system_message is not None:
+        raise ConfigError("system_message: put it into the data, as the first message of each conversation.")
+    return set_chat_template(tokenizer, chat_template)
 
 
 def _missing_tokens(tokenizer: Any, template: ChatTemplate) -> list[str]:

@@ -9,11 +9,13 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from grupo import __version__
 from grupo.errors import ConfigError, DataError, GrupoError
 
 DONE, FAILED, USAGE = 0, 1, 2
+OUTPUT = "training.output_dir"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -148,10 +150,28 @@ def _train(options: argparse.Namespace) -> int:
 
     disable_progress_bar()  # of loading and saving; training has its own
 
+    if options.resume and not any(text.partition("=")[0].strip() == OUTPUT for text in options.overrides):
+        _check_place(options.recipe, recipe.training.get("output_dir"))
     accepted = [name.strip() for name in options.accept_changes.split(",") if name.strip()]
     if accepted and not options.resume:
         raise ConfigError("--accept-changes is about what differs from a checkpoint: it needs --resume.")
     return train(recipe, Console(), resume=options.resume, accept_changes=accepted, dry_run=options.dry_run)
+
+
+def _check_place(recipe: str | None, output_dir: str | None) -> None:
+    """The recipe in a run folder that was moved, or is named from elsewhere, would start another run.
+
+    Raises:
+        ConfigError: its output_dir is another folder than the one that it is in.
+    """
+    folder = Path(recipe or "").parent
+    if recipe is None or output_dir is None or not (Path(recipe).is_file() and (folder / "manifest.json").is_file()):
+        return
+    if folder.resolve() != Path(output_dir).resolve():
+        raise ConfigError(
+            f"--resume: {recipe} is in the folder of a run, and its {OUTPUT}={output_dir!r} is another folder from "
+            f"here. To go on with the run that it is in, add --set {OUTPUT}={str(folder)!r}."
+        )
 
 
 def _sft(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.export import merge, push, to_gguf
-from grupo.export.source import ADAPTER_CONFIG, Source, check_free, find_source, staged
+from grupo.export.source import ADAPTER_CONFIG, Source, adapter_weights, check_free, find_source, staged
 from grupo.names import BASE_QUANTIZATION
 from grupo.runs.card import card_from_files
 from grupo.runs.curves import REWARD_CURVE
@@ -72,7 +72,8 @@ def export(run: str, to: str, options: ExportOptions) -> int:
         return 0
     source = find_source(run)
     if source.folder != source.run and source.folder.resolve() != Path(run).resolve():
-        print(f"{run} has no model of its own; this is its newest checkpoint, {source.folder.name}")
+        why = "is older" if (source.run / "summary.json").is_file() else "does not exist"
+        print(f"{run}: the model in it {why}; this is its newest checkpoint, {source.folder.name}")
     if to == "adapter":
         _copy_adapter(source, _output(run, options.output, "adapter"))
         return 0
@@ -120,10 +121,9 @@ def _copy_adapter(source: Source, output: Path) -> None:
 
 def _check_loads(folder: Path) -> None:
     from peft import PeftConfig
-    from peft.utils import load_peft_weights
 
     PeftConfig.from_pretrained(str(folder))
-    weights = load_peft_weights(str(folder), device="cpu")
+    weights = adapter_weights(folder)
     broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
     if not weights or broken:
         raise ConfigError(f"The adapter has {f'NaN or infinity in {broken[0]}' if broken else 'no weights'}: {folder}.")

@@ -88,6 +88,8 @@ def requested_sampling(params: Any) -> RequestedSampling:
                 f"Sampling parameter {name}={value!r}: the in-process engine does not have it.{nearest(name, _READ)} "
                 f"It has {known}. Leave it out."
             )
+    if changed.get("n", 1) is not None and changed.get("n", 1) < 1:
+        raise ConfigError(f"n={changed['n']!r}: at least 1 completion of each prompt can be asked for.")
     settings = {name: changed[name] for name in _SETTINGS if name in changed}
     if settings.get("top_k") == -1:
         settings["top_k"] = 0

@@ -13,6 +13,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
+from safetensors import SafetensorError
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 from grupo.config import GRPOConfig
@@ -20,9 +21,9 @@ from grupo.console import ProgressLines, say, step_bar
 from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues
 from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
 from grupo.data.sources import dataset_rows, recipe_rows
-from grupo.errors import ConfigError
+from grupo.errors import ConfigError, TrainingError
 from grupo.recipe import Recipe, to_yaml
-from grupo.runs.folder import RunFolder, fresh_folder
+from grupo.runs.folder import RunFolder, check_can_be_written, fresh_folder
 from grupo.sft import sft_trainer
 from grupo.start import fresh_adapter, has_adapter, quantization, start_model, training_fields, with_start
 from grupo.trainer import GRPOTrainer
@@ -64,6 +65,7 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
     config = GRPOConfig(**training_fields(recipe))
     if config.world_size > 1:
         (folder,) = broadcast_object_list([folder])
+    check_can_be_written(Path(folder))
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     say(console, phase.describe())
     set_seed(config.seed)
@@ -94,6 +96,28 @@ def primed_folder(phase: Phase) -> str | None:
             "to resume the run, or start a new one without --resume."
         )
     return str(folder)
+
+
+def check_phase(recipe: Recipe, folder: Path, *, primed: str | None) -> None:
+    """A run goes on from a checkpoint with a supervised phase exactly if it began with one.
+
+    Args:
+        folder: of the run that has the checkpoint.
+        primed: what `primed_folder` has found.
+
+    Raises:
+        ConfigError: it began otherwise.
+    """
+    if recipe.sft is not None and primed is None:
+        raise ConfigError(
+            f"{folder} has checkpoints and no folder {FOLDER!r}: the run began without a supervised phase, or the "
+            "folder was deleted. Take `sft` out of the recipe to resume it (--set sft=null), or bring the folder back."
+        )
+    if recipe.sft is None and (folder / FOLDER / SETTINGS).is_file():
+        raise ConfigError(
+            f"The run in {folder} began with a supervised phase, and the recipe has no `sft`. Resume it with its own "
+            f"recipe, {folder / 'recipe.yaml'}."
+        )
 
 
 def prime(phase: Phase, trainer: GRPOTrainer, console: Console, *, dry_run: bool) -> None:
@@ -133,7 +157,11 @@ class Phase:
         return f"[bold]sft[/]      {len(self.shown)} demonstrations, {steps} optimizer steps of supervised fine-tuning"
 
     def run(self, model: Any, tokenizer: Any, shown: Sequence[Demonstration], folder: Path, console: Console) -> None:
-        """Trains the model in place, and leaves it in `folder`, whole or not at all."""
+        """Trains the model in place, and leaves it in `folder`, whole or not at all.
+
+        Raises:
+            TrainingError: the folder cannot be written.
+        """
         trainer = sft_trainer(model, shown, tokenizer, self.args)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
@@ -144,12 +172,19 @@ class Phase:
         partial = folder / f"{FOLDER}.unfinished" if folder.is_dir() else folder.with_name(f"{FOLDER}.unfinished")
         if trainer.is_world_process_zero():
             shutil.rmtree(partial, ignore_errors=True)
-        trainer.save_model(str(partial))
-        if trainer.is_world_process_zero():
-            lines = [json.dumps(line) for line in trainer.state.log_history]
-            (partial / METRICS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            (partial / SETTINGS).write_text(self.settings(), encoding="utf-8")
-            _put_in_place(partial, folder)
+        try:
+            trainer.save_model(str(partial))
+            if trainer.is_world_process_zero():
+                lines = [json.dumps(line) for line in trainer.state.log_history]
+                (partial / METRICS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+                (partial / SETTINGS).write_text(self.settings(), encoding="utf-8")
+                _put_in_place(partial, folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise TrainingError(
+                f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}. Nothing of the supervised "
+                "phase is saved. Make room, or allow it, and start again."
+            ) from error
         PartialState().wait_for_everyone()
 
     def settings(self) -> str:

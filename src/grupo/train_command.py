@@ -35,7 +35,7 @@ from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
 from grupo.runs.folder import fresh_folder, group_record, named
 from grupo.sampling import SamplingSpec
-from grupo.sft_command import Phase, prime, primed_folder
+from grupo.sft_command import Phase, check_phase, prime, primed_folder
 from grupo.start import fresh_adapter, quantization, start_model, training_fields, with_start
 from grupo.trainer import GRPOTrainer
 
@@ -81,6 +81,11 @@ def train(
         GrupoError: the run had to stop; the model is saved as it was then.
     """
     clock = Clock()
+    if recipe.training.get("resume_from_checkpoint"):
+        raise ConfigError(
+            "training.resume_from_checkpoint has no effect in a recipe. Take it out, and add --resume: the run goes on "
+            "from the newest whole checkpoint in its folder."
+        )
     recipe = with_start(with_run_folder(recipe, resume=resume))
     rewards, weights = recipe_rewards(recipe)
     config = GRPOConfig(**_with_weights(training_fields(recipe), weights))
@@ -93,6 +98,8 @@ def train(
     trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards, primed))
     folder = trainer.run_folder.path
     checkpoint = _checkpoint(trainer, console, accept_changes) if resume else None
+    if checkpoint is not None:
+        check_phase(recipe, folder, primed=primed)
     held_out = _held_out(recipe, trainer, held_out_rows)
     _introduce(console, recipe, trainer, held_out_rows)
     if phase is not None and primed is None:

@@ -62,7 +62,7 @@ from grupo.rollout.deal import deal, even_share
 from grupo.rollout.engine import Engine
 from grupo.rollout.local import LocalEngine
 from grupo.runs.completion_table import CompletionTable
-from grupo.runs.folder import RunFolder
+from grupo.runs.folder import RunFolder, check_can_be_written
 from grupo.runs.guards import GradientGuard, SamplerCheck, SignalCheck
 from grupo.runs.same_run import rows_hash
 from grupo.runs.state import Window
@@ -164,6 +164,7 @@ class GRPOTrainer(ResumableTrainer):
                 raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
             logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
             processing_class = tokenizer
+        check_can_be_written(Path(str(args.output_dir)))
         self.rewards = reward_runner(reward_funcs, args, reward_processing_classes)
         train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
         # What can be refused without the model is refused before it is loaded.
@@ -604,6 +605,7 @@ class GRPOTrainer(ResumableTrainer):
             "plan": self.plan.describe(),
             "trainable_parameters": self.trainable_parameters,
             "parameters": self.total_parameters,
+            "adapter": self.model.active_adapter if isinstance(self.model, PeftModel) else None,
             "quantization": quantization(self.model),
             "micro_batch_tokens": self.policy_update.token_budget,
             "start": self.model_argument,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from export.adapters import ADAPTERS, NF4, adapted, base_folder
 from grupo.cli import main
 from grupo.export.comparison import difference, logits_of
+from grupo.models.adapters import find_adapter, load_with_adapter, save_adapter
 from tiny import tiny_tokenizer
 from tiny_trainer import make_trainer
 
@@ -65,6 +67,52 @@ def test_a_killed_run_is_exported_from_its_newest_checkpoint(
     assert "exists already, and nothing is overwritten" in capsys.readouterr().err
 
 
+def test_a_run_that_went_on_behind_its_saved_model_is_exported_from_its_newest_checkpoint(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """As one that SIGTERM has ended, which was then resumed and killed."""
+    resumed = tmp_path / "resumed"
+    shutil.copytree(run, resumed)
+    for name in ("adapter_model.safetensors",):
+        shutil.copy(run / "checkpoint-1" / name, resumed / name)
+    (resumed / "summary.json").write_text('{"steps": 1}')
+    output = tmp_path / "newest"
+    assert main(["export", str(resumed), "--to", "adapter", "--output", str(output)]) == 0
+    assert "the model in it is older; this is its newest checkpoint, checkpoint-2" in capsys.readouterr().out
+    weights = [
+        (folder / "adapter_model.safetensors").read_bytes() for folder in (output, run / "checkpoint-2", resumed)
+    ]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_damaged_files_are_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    weights = damaged / "checkpoint-1" / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert main(["export", str(weights.parent), "--to", "adapter"]) == 2
+    assert "adapter_model.safetensors is not as it was written" in capsys.readouterr().err
+    (damaged / "adapter_model.safetensors").write_bytes(content[:100])
+    assert main(["export", str(damaged), "--to", "merged"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    (damaged / "tokenizer.json").unlink()
+    assert main(["export", str(damaged), "--to", "merged"]) == 2
+    assert "tokenizer" in capsys.readouterr().err
+    (damaged / "manifest.json").write_text('{"adapter": "style"}')
+    shutil.copytree(run / "checkpoint-2", damaged / "style")
+    assert main(["export", str(damaged), "--to", "adapter"]) == 2
+    assert "trained the adapter 'style'" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_a_sentence(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    for target in ("adapter", "merged"):
+        assert main(["export", str(run), "--to", target, "--output", str(tmp_path / "file" / "below")]) == 1
+        assert "cannot be written" in capsys.readouterr().err
+
+
 def test_the_adapter_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "adapter"
     assert main(["export", str(run), "--to", "adapter", "--output", str(output)]) == 0
@@ -78,7 +126,9 @@ def test_the_adapter_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has a whole model and no adapter" in capsys.readouterr().err
 
 
-def test_how_the_base_was_quantised_goes_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_how_the_base_was_quantised_goes_with_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
     """From the manifest of the run, and from the file beside an exported adapter."""
     model = adapted(base_folder(tmp_path / "base"), NF4, **ADAPTERS["plain"])
 
@@ -93,10 +143,21 @@ def test_how_the_base_was_quantised_goes_with_the_run(tmp_path: Path, capsys: py
         assert main(["export", str(source), "--to", "merged", "--output", str(output), "--dtype", "float32"]) == 0
         merged = AutoModelForCausalLM.from_pretrained(output)
         assert difference(before, logits_of(merged, ids)).largest < 1e-4
+    assert "starts from a slightly different policy" not in caplog.text
+    load_with_adapter(find_adapter(str(adapter)))
+    assert "starts from a slightly different policy" in caplog.text
     (adapter / "base_quantization.json").unlink()
     assert main(["export", str(adapter), "--to", "merged", "--output", str(tmp_path / "wrong")]) == 0
     wrong = AutoModelForCausalLM.from_pretrained(tmp_path / "wrong")
     assert difference(before, logits_of(wrong, ids)).largest > 1e-2, "otherwise this test would prove nothing"
+    # A run without quantisation in the same folder must not be taken for one with it, nor an adapter.
+    assert (tmp_path / "run" / "base_quantization.json").is_file()
+    model = adapted(tmp_path / "base", None, **ADAPTERS["plain"])
+    make_trainer(tmp_path / "run", model=model, learning_rate=0.0, max_steps=1).train()
+    assert not (tmp_path / "run" / "base_quantization.json").exists()
+    (adapter / "base_quantization.json").write_text("{}")
+    save_adapter(model, adapter)
+    assert not (adapter / "base_quantization.json").exists()
 
 
 def test_options_of_another_target_are_refused(run: Path, capsys: pytest.CaptureFixture) -> None:

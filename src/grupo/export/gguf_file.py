@@ -5,7 +5,6 @@ The layout is that of llama.cpp's own converter; what it is, is said in docs/exp
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from grupo.errors import ConfigError, ExportError, UnsupportedError
 from grupo.export.comparison import BOUNDS, Difference, check_close, logits_of
 from grupo.export.gguf_tokenizer import GgufVocabulary, check_tokenizer, vocabulary
 from grupo.export.merging import fold, warn_about_loss
-from grupo.export.source import check_free
+from grupo.export.source import check_free, scratch_beside
 
 if TYPE_CHECKING:
     import gguf
@@ -90,9 +89,8 @@ def to_gguf(
     if folded.tokenizer is None:
         raise ConfigError("A GGUF file holds a tokenizer, and none was found beside the model. Pass tokenizer=.")
     words = vocabulary(folded.tokenizer, folded.model)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
-        file = Path(scratch) / (output.name if output.suffix == ".gguf" else f"{output.name}.gguf")
+    with scratch_beside(output) as scratch:
+        file = scratch / (output.name if output.suffix == ".gguf" else f"{output.name}.gguf")
         _write(file, folded.model, words, quantization, name=output.stem)
         _check_file(file, folded.model, folded.tokenizer)
         again = logits_of(_loaded(file, folded.model), folded.ids)
@@ -235,7 +233,12 @@ def _check_file(file: Path, model: Any, tokenizer: Any) -> None:
     """What a reader of the raw file finds: every tensor within its rounding, the rotary frequencies, the tokenizer."""
     import gguf
 
-    reader = gguf.GGUFReader(str(file))
+    try:
+        reader = gguf.GGUFReader(str(file))
+    except (ValueError, IndexError) as error:  # the library does not say so when the disk is full
+        raise ExportError(
+            f"{file.name} was not written to its end: is the disk full? Nothing is left of it."
+        ) from error
     found = {tensor.name: tensor for tensor in reader.tensors}
     expected = dict(_tensors(model))
     if found.keys() != expected.keys():

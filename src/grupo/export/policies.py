@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError
-from grupo.export.source import ADAPTER_CONFIG, find_source, read_json
+from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source, read_json
 from grupo.hub import is_out_of_reach
 from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
 
@@ -56,11 +56,12 @@ def open_folder(
         raise ConfigError(f"{source.folder} does not say what its base model is. Name it: base=NAME_OR_PATH (--base).")
     if base is not None and not source.is_adapter:
         raise ConfigError(f"{source.folder} is a whole model, and base={base!r} is for an adapter. Leave it out.")
+    quantised = source.quantization
     revision = {"revision": source.adapter_config["revision"]} if source.adapter_config.get("revision") else {}
     try:
         config = _config(name, trust_remote_code=trust_remote_code, **(revision if base is None else {}))
-        if quantization_config is None and source.quantization and not hasattr(config, "quantization_config"):
-            quantization_config = AutoQuantizationConfig.from_dict(source.quantization)
+        if quantization_config is None and quantised and not hasattr(config, "quantization_config"):
+            quantization_config = AutoQuantizationConfig.from_dict(quantised)
         model = load_policy(
             name,
             {"dtype": torch.float32, **(revision if base is None else {})},
@@ -154,7 +155,7 @@ def is_quantised(model: Any) -> bool:
 def _attach(model: Any, folder: Path) -> Any:
     """The adapter of a folder on its base model, all of it in float32."""
     from peft import PeftConfig, PeftModel
-    from peft.utils import get_peft_model_state_dict, load_peft_weights
+    from peft.utils import get_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(str(folder))
     if getattr(config, "is_prompt_learning", False):
@@ -162,7 +163,7 @@ def _attach(model: Any, folder: Path) -> Any:
             f"{folder} has virtual tokens ({config.peft_type.value}), which are no part of any weight: they cannot be "
             "merged. Export it with --to adapter."
         )
-    saved = load_peft_weights(str(folder), device="cpu")
+    saved = adapter_weights(folder)
     rows = _saved_rows(model, saved)
     if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)  # tokens were added in training
@@ -312,7 +313,13 @@ def _dtype_in_memory(model: Any) -> torch.dtype:
 def _tokenizer_of(folder: Path | None, model: Any, *, trust_remote_code: bool) -> Any:
     """The tokenizer in the folder, else the one beside the base model; None where there is none."""
     if folder is not None and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        try:
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"The tokenizer in {folder} cannot be loaded: {str(error).strip().partition(chr(10))[0]} Bring its "
+                "missing files back, or remove the others to take the one of the base model."
+            ) from error
     try:
         return load_tokenizer(model, trust_remote_code=trust_remote_code)
     except ConfigError:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grupo.errors import ConfigError
+from safetensors import SafetensorError
+
+from grupo.errors import ConfigError, ExportError
 from grupo.names import BASE_QUANTIZATION
+from grupo.runs.checkpoint import MARKER, damage, numbers_of_checkpoints
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -20,6 +23,10 @@ MODEL_WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+
+
+MODEL_FILES = ("adapter_*", "model*", "pytorch_model*", "*config.json", "*token*", BASE_QUANTIZATION)
+"""Of a checkpoint, what is exported: the optimizer may be missing."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +55,11 @@ class Source:
 def find_source(path: str | Path) -> Source:
     """The model in a run folder, checkpoint, adapter folder or model folder.
 
-    Of a run that saved no model, which was killed most likely, it is the newest complete checkpoint.
+    Of a run that saved no model, which was killed most likely, it is the newest complete checkpoint. So it is of one
+    that was resumed after it had saved its model, and got beyond it.
 
     Raises:
-        ConfigError: there is no model in it.
+        ConfigError: there is no model in it, or it is a damaged checkpoint.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -59,7 +67,28 @@ def find_source(path: str | Path) -> Source:
             f"{folder} is no folder. Give the folder of a run, of one of its checkpoints, of an adapter or of a model."
         )
     is_checkpoint = folder.name.startswith("checkpoint-") and (folder / "trainer_state.json").is_file()
-    run = folder.parent if is_checkpoint else folder
+    if is_checkpoint:
+        if (folder / MARKER).is_file() and (wrong := damage(folder, MODEL_FILES)):
+            raise ConfigError(f"The checkpoint {folder} is damaged: {', '.join(wrong)}. Take another one.")
+        return _model_in(folder, folder.parent)
+    return _model_in(_later_checkpoint(folder) or folder, folder)
+
+
+def _later_checkpoint(run: Path) -> Path | None:
+    """The newest whole checkpoint of a later step than the model in the run's folder is of; None: there is none."""
+    summary = run / "summary.json"
+    saved = read_json(summary).get("steps") if summary.is_file() else None
+    later = [
+        run / f"checkpoint-{number}" for number in numbers_of_checkpoints(run) if saved is not None and number > saved
+    ]
+    return next((checkpoint for checkpoint in later if not damage(checkpoint)), None)
+
+
+def _model_in(folder: Path, run: Path) -> Source:
+    manifest = read_json(run / "manifest.json") if (run / "manifest.json").is_file() else {}
+    trained = manifest.get("adapter")
+    if trained not in (None, "default") and (folder / trained / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"The run trained the adapter {trained!r}, which is in {folder / trained}: name that folder.")
     if (folder / ADAPTER_CONFIG).is_file():
         if not _has(folder, ADAPTER_WEIGHTS):
             raise ConfigError(f"{folder} has an {ADAPTER_CONFIG} and no weights beside it ({ADAPTER_WEIGHTS[0]}).")
@@ -67,8 +96,7 @@ def find_source(path: str | Path) -> Source:
     if (folder / "config.json").is_file() and _has(folder, MODEL_WEIGHTS):
         return Source(folder, False, run)
     if any(folder.glob("checkpoint-*/trainer_state.json")):
-        newest = find_source(_newest_whole_checkpoint(folder))
-        return Source(newest.folder, newest.is_adapter, folder)
+        return _model_in(_newest_whole_checkpoint(folder), run)
     raise ConfigError(
         f"{folder} has neither an adapter ({ADAPTER_CONFIG}) nor a model (config.json with {MODEL_WEIGHTS[0]}) nor a "
         "checkpoint. Give the folder of a run, of one of its checkpoints, of an adapter or of a model."
@@ -76,8 +104,6 @@ def find_source(path: str | Path) -> Source:
 
 
 def _newest_whole_checkpoint(run: Path) -> Path:
-    from grupo.runs.checkpoint import damage, numbers_of_checkpoints
-
     damaged = []
     for number in numbers_of_checkpoints(run):
         checkpoint = run / f"checkpoint-{number}"
@@ -100,17 +126,34 @@ def staged(path: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: `path` is there already.
+        ExportError: it cannot be written.
     """
     check_free(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
-    try:
+    with scratch_beside(path) as scratch:
         yield scratch
         scratch.chmod(0o755)
         check_free(path)
         scratch.rename(path)  # onto an empty folder at most
+
+
+@contextlib.contextmanager
+def scratch_beside(path: Path) -> Iterator[Path]:
+    """A scratch folder on the disk that `path` is to be on; it is removed at the end if it is still there.
+
+    Raises:
+        ExportError: it, or what the block writes into it, cannot be written.
+    """
+    scratch = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+        yield scratch
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ExportError(f"{path} cannot be written: {reason}. Make room, or choose another output.") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _has(folder: Path, names: tuple[str, ...]) -> bool:
@@ -123,3 +166,13 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON object: it is damaged.") from error
+
+
+def adapter_weights(folder: Path) -> dict[str, Any]:
+    """The tensors of an adapter by name, on the CPU. Raises a ConfigError where their file is damaged."""
+    from peft.utils import load_peft_weights
+
+    try:
+        return dict(load_peft_weights(str(folder), device="cpu"))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ConfigError(f"The weights of the adapter in {folder} cannot be read: {error}.") from error

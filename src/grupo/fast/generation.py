@@ -150,7 +150,7 @@ def _generate(model: Any, prompts: Any, sampling_params: Any, lora_request: Any,
 def _contents(prompts: Any) -> list[Any]:
     """Texts and conversations."""
     if isinstance(prompts, str):
-        return [prompts]
+        prompts = [prompts]
     if not isinstance(prompts, Sequence) or not len(prompts):
         raise DataError(f"fast_generate got {prompts!r}; pass a text, a list of messages, or a list of these.")
     is_one_conversation = all(isinstance(part, Mapping) and "role" in part for part in prompts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,7 +51,7 @@ class FastLanguageModel:
 
     @staticmethod
     def from_pretrained(
-        model_name: str,
+        model_name: str | os.PathLike[str],
         max_seq_length: int | None = 2048,
         dtype: torch.dtype | str | None = None,
         load_in_4bit: bool | None = None,
@@ -89,6 +90,9 @@ class FastLanguageModel:
                 bitsandbytes missing.
             UnsupportedError: an argument that would give another model, and is not part of this version.
         """
+        if not isinstance(model_name, str | os.PathLike):
+            raise ConfigError(f"model_name={model_name!r}: use the name of a model on the Hub, or a folder.")
+        model_name = os.fspath(model_name)
         passed_on = arguments.settle(
             "from_pretrained",
             more,
@@ -142,7 +146,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: bool | str = "unsloth",
         random_state: int = 3407,
         use_rslora: bool = False,
-        modules_to_save: Sequence[str] | None = None,
+        modules_to_save: str | Sequence[str] | None = None,
         init_lora_weights: Any = True,
         finetune_last_n_layers: int | None = None,
         finetune_language_layers: bool = True,
@@ -165,6 +169,7 @@ class FastLanguageModel:
         """
         from peft import LoraConfig
 
+        _check_is_model(model, "get_peft_model")
         passed_on = arguments.settle(
             "get_peft_model",
             more,
@@ -181,6 +186,10 @@ class FastLanguageModel:
             return model
         if isinstance(r, bool) or not isinstance(r, int) or r < 1:
             raise ConfigError(f"r={r!r}: the rank of the adapter must be a whole number of at least 1.")
+        if isinstance(random_state, bool) or not isinstance(random_state, int):
+            raise ConfigError(f"random_state={random_state!r}: the seed of the adapter must be a whole number.")
+        if isinstance(modules_to_save, str):
+            modules_to_save = [modules_to_save]
         if not finetune_language_layers:
             raise ConfigError("finetune_language_layers=False leaves nothing to train in a language model.")
         config = LoraConfig(

@@ -124,6 +124,13 @@ def load_with_adapter(
         )
     except GrupoError as error:
         raise type(error)(f"{adapter.name!r} is an adapter, and its base model cannot be loaded. {error}") from error
+    if (adapter.folder / BASE_QUANTIZATION).is_file() and quantization(base) is None:
+        logger.warning(
+            "The adapter %s was trained on a quantised base model (%s in its folder), which is not quantised now: it "
+            "starts from a slightly different policy than the one that was saved.",
+            adapter.name,
+            BASE_QUANTIZATION,
+        )
     _fit_vocabulary(base, adapter)
     source, where = adapter.source
     try:
@@ -222,8 +229,13 @@ def save_adapter(model: PeftModel, folder: str | Path) -> None:
     for config in model.peft_config.values():
         _name_base(config, base_model(model))
     model.save_pretrained(str(folder), save_embedding_layers=True if has_new_tokens(model) else "auto")
-    if (quantised := quantization(model)) is not None:
-        (Path(folder) / BASE_QUANTIZATION).write_text(json.dumps(quantised, indent=2) + "\n", encoding="utf-8")
+    quantised = quantization(model)
+    for name in model.peft_config:
+        described = Path(folder) / ("" if name == "default" else name) / BASE_QUANTIZATION  # where peft puts them
+        if quantised is not None:
+            described.write_text(json.dumps(quantised, indent=2) + "\n", encoding="utf-8")
+        else:
+            described.unlink(missing_ok=True)  # of an adapter that was in the folder before
 
 
 def _name_base(config: PeftConfig, base: Any) -> None:

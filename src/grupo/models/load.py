@@ -197,13 +197,14 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
             "yourself; to put a fresh one on top, pass the merged model: merge_and_unload() keeps what was learned."
         )
     _check_kind(peft_config)
+    _check_places(model, peft_config)
     # A copy: peft writes into it, and one configuration may serve several runs.
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
     peft_config.revision = peft_config.revision or revision
     try:
         adapted = get_peft_model(prepared_for_adapter(model), peft_config)
-    except ValueError as error:  # target modules that match nothing, most of the time
+    except (ValueError, TypeError, NotImplementedError) as error:  # target modules that match nothing, most of the time
         linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise ConfigError(
             f"The adapter cannot be added: {_first_line(error)} The linear layers of this model are called "
@@ -211,6 +212,29 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
         ) from error
     _warn_of_tied_layers(adapted)
     return adapted
+
+
+def _check_places(model: Any, peft_config: Any) -> None:
+    """peft passes over what it does not find.
+
+    Raises:
+        ConfigError: modules or layers that the model does not have.
+    """
+    names = [name for name, _ in model.named_modules()]
+    for wanted in getattr(peft_config, "modules_to_save", None) or ():
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
+            raise ConfigError(
+                f"modules_to_save names {wanted!r}, and the model has no such module: nothing would be trained or "
+                "saved for it. Usual ones are 'lm_head' and 'embed_tokens'."
+            )
+    layers = getattr(peft_config, "layers_to_transform", None)
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    outside = [layer for layer in ([layers] if isinstance(layers, int) else layers or ()) if count and layer >= count]
+    if outside:
+        raise ConfigError(
+            f"layers_to_transform (`lora.layers` in a recipe) names {outside}, and the model has the layers 0 to "
+            f"{count - 1}."
+        )
 
 
 def _warn_of_tied_layers(model: Any) -> None:

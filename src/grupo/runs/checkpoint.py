@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,19 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def damage(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, file by file, read to the last byte; empty where it is whole."""
+def damage(folder: Path, files: Sequence[str] = ("*",)) -> list[str]:
+    """What is wrong with a checkpoint, file by file, read to the last byte; empty where it is whole.
+
+    Args:
+        files: patterns of the names that are looked at.
+    """
     if not folder.is_dir():
         return ["there is no such folder"]
     marker = read_marker(folder)
     if marker is None:
         return [f"{MARKER} is missing or damaged, which is written last"]
-    return [text for name, wanted in marker["files"].items() if (text := _damage_of(folder / name, name, wanted))]
+    chosen = {name: wanted for name, wanted in marker["files"].items() if any(fnmatch(name, one) for one in files)}
+    return [text for name, wanted in chosen.items() if (text := _damage_of(folder / name, name, wanted))]
 
 
 def numbers_of_checkpoints(run: Path) -> list[int]:

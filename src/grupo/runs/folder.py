@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from grupo import __version__
-from grupo.errors import TrainingError
+from grupo.errors import ConfigError, TrainingError
+from grupo.names import BASE_QUANTIZATION
 from grupo.records import Group
 from grupo.runs.checkpoint import UNFINISHED, numbers_of_checkpoints
 
@@ -35,7 +36,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetens
 # What a run writes and the next one in the same folder would overwrite or continue.
 RECORDS = ("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eval_*.json", "summary.json", "cut")
 CHECKPOINTS = ("checkpoint-*", UNFINISHED, "sft", "sft.*")
-ADAPTER = ("adapter_*",)
+ADAPTER = ("adapter_*", BASE_QUANTIZATION)
 WHOLE_MODEL = ("config.json", "generation_config.json", "model*.safetensors*")
 CARD = ("README.md", "reward.svg")
 
@@ -298,6 +299,21 @@ def _move_earlier_run(folder: Path) -> None:
 
 def _matches(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return [entry for pattern in patterns for entry in sorted(folder.glob(pattern))]
+
+
+def check_can_be_written(folder: Path) -> None:
+    """Whether files can be put into a folder that is there, or is still to be made.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"output_dir={str(folder)!r} cannot be made: {there} is a file. Choose another folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"output_dir={str(folder)!r} cannot be written to: {there} is read-only. Allow it, or choose another one."
+        )
 
 
 def fresh_folder(parent: Path, name: str) -> Path:
