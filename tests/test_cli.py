@@ -140,6 +140,34 @@ def test_an_unknown_recipe_is_not_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert "Did you mean 'quickstart'?" in refused(capsys)
 
 
+def test_a_list_may_be_cut_off_by_its_reader() -> None:
+    """As by `grupo rewards | head -1`: no traceback, also none when Python ends."""
+    listing = subprocess.Popen(
+        [sys.executable, "-m", "grupo", "tasks"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    assert listing.stdout is not None
+    listing.stdout.close()
+    _, complaint = listing.communicate(timeout=120)
+    assert (listing.returncode, complaint) == (0, "")
+
+
+def test_a_command_is_asked_for_with_the_list_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "train by a recipe" in capsys.readouterr().err
+
+
+def test_warnings_are_shown_without_the_code_that_gives_them(model: Path, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "grupo", "train", *arguments(model, tmp_path, "rewards=[tag_format]")],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    lines = run.stderr.splitlines()
+    assert any(line.startswith("tag_format gave 0 to all") for line in lines)
+    assert "Warning:" not in run.stderr and "outcome =" not in run.stderr
+
+
 def test_env_shows_versions_and_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     output = capsys.readouterr().out
@@ -280,6 +308,18 @@ def test_the_evaluation_weighs_rewards_as_the_training_does(model: Path, tmp_pat
         totals = [sum(w * s for w, s in zip((1, 0.25), c["rewards"].values(), strict=True)) for c in completions]
         assert evaluation["mean_reward"] == pytest.approx(sum(totals) / len(totals))
         assert list(read_json(tmp_path / "summary.json")[f"eval_{when}"]) == ["mean_reward", "low", "high", "n"]
+
+
+def test_a_total_of_several_rewards_is_no_accuracy(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One reward pays 1 for anything: every total is 0 or 1, and no answer is right."""
+    (tmp_path / "mine.py").write_text("def pays(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    assert train(model, tmp_path / "run", "rewards=[number_match, 'mine.py:pays']") == 0
+    out = capsys.readouterr().out
+    assert "accuracy" not in out and "held-out mean reward  before 1.00" in out
+    assert "  number_match  0.00 before, 0.00 after" in out and "  pays  1.00 before, 1.00 after" in out
 
 
 def test_the_whole_model_is_saved_without_lora(model: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_recipe_page_names_every_key_and_its_example_loads(tmp_path, monkeypatch
     (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
     rewards, _ = recipe_rewards(load_recipe("recipe.yaml"))
     apology, answer = [{"role": "assistant", "content": "Sorry, no."}], [{"role": "assistant", "content": "4"}]
-    assert rewards[-1]([apology, answer]) == [0.0, 1.0]
+    assert rewards[-1]([apology, answer]) == [-1.0, 0.0]
     parts = {"dataset": DatasetSpec, "lora": LoraSpec, "sft": SftSpec, "eval": EvalSpec}
     keys = [*(key for key in Recipe.model_fields if key not in parts)]
     keys += [f"{part}.{field}" for part, spec in parts.items() for field in spec.model_fields]

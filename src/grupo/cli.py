@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from grupo import __version__
@@ -20,13 +21,18 @@ OUTPUT = "training.output_dir"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130
     interrupted by Ctrl-C, 143 ended by SIGTERM."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        parser.exit(USAGE)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries below, about their own next versions
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # complains about optional kernels when it is imported
     logging.getLogger("grupo").setLevel(logging.INFO if getattr(options, "verbose", False) else logging.WARNING)
     try:
-        return int(options.command(options))
+        with _plain_warnings():
+            return int(options.command(options))
     except (ConfigError, DataError) as error:
         print(f"error{_of_process()}: {error}", file=sys.stderr)
         return USAGE
@@ -36,6 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings are sentences for the person: the line of code that gives them says nothing more."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *about, **more: f"{message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _of_process() -> str:
@@ -49,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="grupo", description="Teach language models to reason with Group Relative Policy Optimization."
     )
     parser.add_argument("--version", action="version", version=f"grupo {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     train = commands.add_parser("train", help="train by a recipe; without one, the quickstart")
     train.add_argument("recipe", nargs="?", help="a YAML file or the name of a built-in recipe (default: quickstart)")
@@ -184,20 +202,27 @@ def _export(options: argparse.Namespace) -> int:
     )
 
 
+def _print_list(lines: Iterable[str]) -> None:
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python would complain again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _tasks(options: argparse.Namespace) -> int:
     from grupo.data.tasks import TASKS, make_task
 
+    lines = []
     for name in TASKS:
         task = make_task(name)
-        print(f"{name}: {task.description} {len(task.train)} training prompts, {len(task.held_out)} held out; "
-              f"rewards {', '.join(task.rewards)}")  # fmt: skip
-        for level, asked in enumerate(task.levels, start=1):
-            print(f"    level {level}: {asked}")
+        lines.append(f"{name}: {task.description} {len(task.train)} training prompts, {len(task.held_out)} held out; "
+                     f"rewards {', '.join(task.rewards)}")  # fmt: skip
+        lines += [f"    level {level}: {asked}" for level, asked in enumerate(task.levels, start=1)]
         row = task.train[0]
-        print(f"    sample: {row['prompt'][-1]['content']!r}" + (f" -> {row['answer']!r}" if "answer" in row else ""))
-    print(
-        "reasoning-gym:NAME: any task of reasoning-gym, with its own scorer; needs pip install 'grupo[reasoning-gym]'"
-    )
+        answer = f" -> {row['answer']!r}" if "answer" in row else ""
+        lines.append(f"    sample: {row['prompt'][-1]['content']!r}{answer}")
+    lines.append("reasoning-gym:NAME: any task of reasoning-gym, with its own scorer; needs pip install reasoning-gym")
+    _print_list(lines)
     return DONE
 
 
@@ -206,10 +231,12 @@ def _rewards(options: argparse.Namespace) -> int:
 
     from grupo.rewards.registry import REWARDS, value_range
 
+    lines = []
     for name, factory in REWARDS.items():
         summary = (inspect.getdoc(factory) or "").partition("\n\n")[0].replace("\n", " ")
         parameters = [one.replace(annotation=one.empty) for one in inspect.signature(factory).parameters.values()]
-        print(f"{name}{inspect.Signature(parameters)}\n    {summary}\n    range: {value_range(factory)}")
+        lines.append(f"{name}{inspect.Signature(parameters)}\n    {summary}\n    range: {value_range(factory)}")
+    _print_list(lines)
     return DONE
 
 
@@ -231,7 +258,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
 def _recipes(options: argparse.Namespace) -> int:
     from grupo.recipe import built_in_recipes, description
 
-    print("\n".join(f"{name}: {description(name)}" for name in built_in_recipes()))
+    _print_list(f"{name}: {description(name)}" for name in built_in_recipes())
     return DONE
 
 

@@ -147,8 +147,10 @@ def train(
     if trainer.config.push_to_hub:
         trainer.upload_run()
     if before is not None and after is not None:
-        _report(console, before, after, is_accuracy=is_accuracy)
+        _report(console, before, after, trainer.rewards.names, is_accuracy=is_accuracy)
     say(console, f"run folder  {escape(str(folder))}")
+    if interrupted and any(folder.glob("checkpoint-*")):
+        say(console, f"to go on    grupo train {escape(str(folder / 'recipe.yaml'))} --resume")
     if isinstance(stopped, GrupoError):
         raise stopped
     if isinstance(stopped, SystemExit):
@@ -377,12 +379,21 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _report(console: Console, before: HeldOutResult, after: HeldOutResult, *, is_accuracy: bool) -> None:
+def _report(
+    console: Console, before: HeldOutResult, after: HeldOutResult, rewards: Sequence[str], *, is_accuracy: bool
+) -> None:
     console.print(_examples(before, after))
     what = "held-out accuracy" if is_accuracy else "held-out mean reward"
     say(console, f"[bold]{what}[/]  before {_shown(before, is_accuracy)}")
     say(console, f"{' ' * len(what)}  after  {_shown(after, is_accuracy)}")
     say(console, f"change    {_change(before, after, is_accuracy=is_accuracy)}")
+    if len(rewards) > 1:
+        for name, old, new in zip(rewards, before.means, after.means, strict=True):
+            say(console, f"  {escape(name)}  {_mean(old)} before, {_mean(new)} after")
+
+
+def _mean(score: float | None) -> str:
+    return "no score" if score is None else f"{score:.2f}"
 
 
 def _change(before: HeldOutResult, after: HeldOutResult, *, is_accuracy: bool) -> str:

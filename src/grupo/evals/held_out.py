@@ -30,7 +30,14 @@ class HeldOutResult:
     """Per prompt, one score per sample."""
     interval: Interval
     is_accuracy: bool
-    """All scores are 0 or 1."""
+    """There is one reward, and all its scores are 0 or 1: with several, a total of 1 says nothing about being right."""
+
+    @property
+    def means(self) -> tuple[float | None, ...]:
+        """(K,) mean score of each reward function, without its weight; None where it scored no answer."""
+        by_reward = zip(*(rollout.scores for group in self.groups for rollout in group.rollouts), strict=True)
+        known = [[score for score in scores if score is not None] for scores in by_reward]
+        return tuple(sum(scores) / len(scores) if scores else None for scores in known)
 
     def as_dict(self, is_accuracy: bool) -> dict[str, Any]:
         name = "accuracy" if is_accuracy else "mean_reward"
@@ -78,12 +85,12 @@ def evaluate_held_out(
     )
     groups = tuple(itertools.chain(*collector.all_gather(result.groups)))
     scores = tuple(tuple(_known(reward, group) for reward in group.rewards) for group in groups)
-    flat = [score for prompt in scores for score in prompt]
+    one_reward = all(len(rollout.scores) == 1 for group in groups for rollout in group.rollouts)
     return HeldOutResult(
         groups=groups,
         scores=scores,
         interval=clustered_interval(scores),
-        is_accuracy=all(score in (0.0, 1.0) for score in flat),
+        is_accuracy=one_reward and all(score in (0.0, 1.0) for prompt in scores for score in prompt),
     )
 
 

@@ -35,7 +35,7 @@ def quantization_config(name: str, compute_dtype: torch.dtype, *, asked: str) ->
     if not is_bitsandbytes_available():
         raise ConfigError(
             f"{asked} needs the package bitsandbytes, which is not installed, or too old. Install it "
-            "(pip install 'grupo[quantization]'), or load the model in 16 or 32 bits instead."
+            "(pip install 'bitsandbytes>=0.50'), or load the model in 16 or 32 bits instead."
         )
     if name == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)

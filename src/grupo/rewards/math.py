@@ -152,7 +152,7 @@ def math_accuracy(
     tolerance: float = 0.0,
     verify: Literal["exact", "math-verify"] = "exact",
 ) -> GoldReward:
-    r"""1.0 where the answer of the completion is the gold answer (see the head of this module), else 0.0.
+    r"""1.0 where the answer of the completion is the gold answer, else 0.0: the last box, or else the last number.
 
     Args:
         gold_column: dataset column with numbers, formulas, or solutions that end in `\boxed{...}` or `#### answer`.

@@ -317,9 +317,7 @@ def import_reasoning_gym() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ConfigError(
-            "Tasks of reasoning-gym need the package of that name: pip install 'grupo[reasoning-gym]'."
-        ) from error
+        raise ConfigError("Tasks of reasoning-gym need the package of that name: pip install reasoning-gym.") from error
     return reasoning_gym
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction
+from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction, rounding
 from grupo.rewards.exact import ExactNumber
 from grupo.rewards.expressions import MAX_LENGTH, Answer, Listing, is_prose, read_answer, same_answer
 from grupo.rewards.golds import ANSWER_NEEDED, gold_text, read_gold, shown_gold
@@ -68,7 +68,7 @@ class MathVerify(GoldVerifier):
         super().__init__(name, gold_column)
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
-                "The comparison of formulas needs the package math-verify. Install it (pip install 'grupo[math]'), or "
+                "The comparison of formulas needs the package math-verify. Install it (pip install math-verify), or "
                 "set verify='exact'."
             )
         self.extraction = extraction
@@ -100,7 +100,7 @@ class MathVerify(GoldVerifier):
                 verdicts.append(without_answer(found))
             else:
                 question = (found.answer, gold_text(gold) or "")
-                verdict = exact_verdict(answer, expected)
+                verdict = exact_verdict(answer, expected, rounding(gold))
                 if verdict is None and not any(map(_is_hopeless, question)):
                     questions.setdefault(question, []).append(index)
                 verdicts.append(compared(verdict is True, found.answer, gold))
@@ -141,10 +141,16 @@ class MathVerify(GoldVerifier):
         vars(self).update(state, _lock=threading.Lock(), _pool=None)
 
 
-def exact_verdict(answer: Answer, gold: Answer) -> bool | None:
-    """What the exact comparison says for certain; None where the answers differ in writing and may be equal."""
-    if same_answer(answer, gold):
+def exact_verdict(answer: Answer, gold: Answer, rounding: float = 0.0) -> bool | None:
+    """What the exact comparison says for certain; None where the answers differ in writing and may be equal.
+
+    Args:
+        rounding: of the gold answer, where it is a float (`answers.rounding`): more than that explains no difference.
+    """
+    if same_answer(answer, gold, rounding):
         return True
+    if rounding and isinstance(answer.form, ExactNumber):
+        return False
     if answer.unit is not None and gold.unit is not None and answer.unit != gold.unit:
         return False  # math-verify drops units: 58 cm would be 58 m
     if "percent" in (answer.unit, gold.unit):

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction
+from grupo.rewards.answers import BOX_ELSE_NUMBER, Extraction, rounding
 from grupo.rewards.golds import ANSWER_NEEDED, gold_text, read_gold, shown_gold
 from grupo.rewards.verifiers import GoldVerifier, Verdict, compared, unreadable, without_answer
 
@@ -62,6 +62,8 @@ class NumericCheck(GoldVerifier):
         if found.answer is None:
             return without_answer(found)
         same = same_values(found.answer, expected)
+        if same is False and rounding(gold):
+            return Verdict("undecided", f"{shown_gold(gold)} is a float, and this comparison is exact")
         if same is None:
             return Verdict("undecided", f"{found.answer!r:.80} or {shown_gold(gold)} has no value here")
         return compared(same, found.answer, gold)
@@ -167,13 +169,13 @@ def _close(x: Any, y: Any) -> bool:
 # Structure -----------------------------------------------------------------------------------------------------------
 
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?<=[0-9])(?:\{,\}(?:\\!)?|(?:\\!)?,\\!|\\!,)(?=[0-9]{3}(?![0-9]))"), ""),
     (
         re.compile(
             r"\\(?:left|right|displaystyle|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])|\\[!,;:> ]|\\q?quad|[~\u00a0\u200b]"
         ),
         " ",
     ),
-    (re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{3})"), ""),
     (re.compile(r"[\u2212\uff0d]|(?<![\w)\]}])[\u2010-\u2013](?=\s?[0-9.\\$])"), "-"),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{\s*([0-9.+\-]+)\s*\}"), r"{\1}"),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("grupo")
 
 HASHED_BYTES_LIMIT = 4 * 2**30
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "tokenizers")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "tokenizers", "bitsandbytes")
 
 # What a run writes and the next one in the same folder would overwrite or continue.
 RECORDS = ("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eval_*.json", "summary.json", "cut")
