@@ -43,7 +43,7 @@ def test_every_reward_is_listed_with_signature_and_range(capsys: pytest.CaptureF
     assert re.findall(r"^(\w+)\(", output, re.M) == list(REWARDS)
     assert output.count("\n    range: ") == len(REWARDS)
     (block,) = re.findall(r"^countdown\(.*?\n(?=\S)", output, re.M | re.S)
-    assert "numbers_column: 'str' = 'numbers'" in block and "range: 0 to 1" in block
+    assert "countdown(numbers_column='numbers'" in block and "range: 0 to 1" in block
 
 
 def test_a_clean_recipe_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
