@@ -23,6 +23,7 @@ LAYERS = [
     ["console", "fast", "sft", "start", "trainer"],
     ["resumable"],
     ["hub_trainer", "trainer_parts"],
+    ["adapter_trainer"],
     ["export"],
     ["evals", "runs"],
     ["rollout", "scoring"],

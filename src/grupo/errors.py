@@ -38,3 +38,9 @@ class TrainingError(GrupoError, RuntimeError):
 
 class ExportError(GrupoError, RuntimeError):
     """An exported model that does not do what the trained one does, or an upload that failed."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says of an error, as one sentence."""
+    line = str(error).strip().partition("\n")[0] or type(error).__name__
+    return line if line.endswith(".") else f"{line}."

@@ -1,4 +1,4 @@
-"""A `Trainer` whose uploads can fail without taking the run with them."""
+"""A trainer whose uploads can fail without taking the run with them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
-
-from grupo.errors import ConfigError, GrupoError
-from grupo.export.upload import check_hub_answers, command, failures, first_line, is_refusal, push, retried
+from grupo.adapter_trainer import AdapterTrainer
+from grupo.errors import ConfigError, GrupoError, first_line
+from grupo.export.upload import check_hub_answers, command, failures, is_refusal, push, retried
 from grupo.runs.card import TAGS
 
 logger = logging.getLogger("grupo")
 
 
-class HubTrainer(Trainer):
+class HubTrainer(AdapterTrainer):
     """Uploads of the run are warnings when they fail, with the command that makes up for them.
 
     The base class makes the repository when it is constructed and raises where the Hub is out of reach, and it never

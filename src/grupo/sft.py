@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from grupo.adapter_trainer import AdapterTrainer
 from grupo.data.demonstrations import Demonstration, that_fit
-from grupo.models.adapters import save_adapter
-from grupo.models.load import check_trainable, context_length, vocabulary_size
+from grupo.models.load import check_trainable, context_length, let_gradients_in, vocabulary_size
 
 NO_LOSS = -100
 """The label of tokens that are read and not learned, as torch's cross-entropy has it."""
@@ -39,9 +39,9 @@ def sft_trainer(
     """
     check_trainable(model)
     shown = that_fit(shown, context_length=context_length(model), vocabulary_size=vocabulary_size(model))
-    if args.gradient_checkpointing and hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()  # re-entrant checkpointing sees no other input with a gradient
-    return _Trainer(
+    if args.gradient_checkpointing:
+        let_gradients_in(model)
+    return AdapterTrainer(
         model=model,
         args=args,
         train_dataset=[_row(item) for item in shown],  # type: ignore[arg-type]
@@ -49,13 +49,6 @@ def sft_trainer(
         processing_class=tokenizer,
         callbacks=list(callbacks),
     )
-
-
-class _Trainer(Trainer):
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save and hasattr(self.model, "peft_config"):
-            save_adapter(self.model, output_dir or str(self.args.output_dir))  # type: ignore[arg-type]
 
 
 def _row(item: Demonstration) -> dict[str, list[int]]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 from safetensors import SafetensorError
@@ -23,9 +22,18 @@ from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
 from grupo.data.sources import dataset_rows, recipe_rows
 from grupo.errors import ConfigError, TrainingError
 from grupo.recipe import Recipe, to_yaml
-from grupo.runs.folder import RunFolder, check_can_be_written, fresh_folder
+from grupo.runs.folder import RunFolder, check_can_be_written, move_files
 from grupo.sft import sft_trainer
-from grupo.start import fresh_adapter, has_adapter, quantization, start_model, training_fields, with_start
+from grupo.start import (
+    default_folder,
+    fresh_adapter,
+    has_adapter,
+    one_folder,
+    quantization,
+    start_model,
+    training_fields,
+    with_start,
+)
 from grupo.trainer import GRPOTrainer
 from grupo.trainer_parts import mapping, policy, tokenizer_of
 
@@ -59,12 +67,12 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
         )
     folder = recipe.training.get("output_dir")
     if folder is None:
-        name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
-        folder = str(fresh_folder(Path("runs"), f"{name}-sft"))
+        folder = default_folder(recipe, "-sft")
     recipe = with_start(recipe.model_copy(update={"training": {**recipe.training, "output_dir": folder}}))
     config = GRPOConfig(**training_fields(recipe))
     if config.world_size > 1:
-        (folder,) = broadcast_object_list([folder])
+        recipe = one_folder(recipe, config)
+        folder = str(config.output_dir)
     check_can_be_written(Path(folder))
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     say(console, phase.describe())
@@ -226,6 +234,4 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     if not folder.exists():
         partial.rename(folder)
         return
-    for path in partial.iterdir():
-        path.replace(folder / path.name)
-    partial.rmdir()
+    move_files(partial, folder)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 
+from grupo.config import GRPOConfig
 from grupo.errors import ConfigError
 from grupo.models.adapters import find_adapter
 from grupo.models.default_model import default_model_path
 from grupo.models.load import device_dtype
 from grupo.models.quantized import quantization_config
 from grupo.recipe import Recipe
+from grupo.runs.folder import fresh_folder
 
 
 def start_model(recipe: Recipe) -> str:
@@ -24,6 +28,18 @@ def with_start(recipe: Recipe) -> Recipe:
     if "lora" in recipe.model_fields_set or not _names_adapter(recipe):
         return recipe
     return recipe.model_copy(update={"lora": None})
+
+
+def default_folder(recipe: Recipe, ending: str = "") -> str:
+    """Of a run that names none: after its data, with the next free number."""
+    name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
+    return str(fresh_folder(Path("runs"), name + ending))
+
+
+def one_folder(recipe: Recipe, config: GRPOConfig) -> Recipe:
+    """The run folder of the first process for all: each of them looked for a fresh name at its own time."""
+    (config.output_dir,) = broadcast_object_list([config.output_dir])
+    return recipe.model_copy(update={"training": {**recipe.training, "output_dir": config.output_dir}})
 
 
 def has_adapter(recipe: Recipe) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -33,10 +32,18 @@ from grupo.recipe import Recipe, to_yaml
 from grupo.runs.card import model_card
 from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
-from grupo.runs.folder import fresh_folder, group_record, named
+from grupo.runs.folder import group_record, move_files, named
 from grupo.sampling import SamplingSpec
 from grupo.sft_command import Phase, check_phase, prime, primed_folder
-from grupo.start import fresh_adapter, quantization, start_model, training_fields, with_start
+from grupo.start import (
+    default_folder,
+    fresh_adapter,
+    one_folder,
+    quantization,
+    start_model,
+    training_fields,
+    with_start,
+)
 from grupo.trainer import GRPOTrainer
 
 logger = logging.getLogger("grupo")
@@ -91,7 +98,7 @@ def train(
     config = GRPOConfig(**_with_weights(training_fields(recipe), weights))
     if config.world_size > 1:
         console = _one_voice(config, console)
-        recipe = _one_folder(recipe, config)
+        recipe = one_folder(recipe, config)
     rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
     phase = None if recipe.sft is None else Phase(recipe, config, rows)
     primed = primed_folder(phase) if phase is not None and resume else None
@@ -170,10 +177,7 @@ def _save_model(trainer: GRPOTrainer) -> None:
         trainer.save_model(str(partial), _internal_call=True)
         if not trainer.args.should_save:
             return
-        for path in [path for path in partial.rglob("*") if path.is_file()]:
-            target = folder / path.relative_to(partial)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
+        move_files(partial, folder)
         shutil.rmtree(folder / UNFINISHED)
 
 
@@ -201,8 +205,7 @@ def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
             "or add --set training.output_dir=FOLDER."
         )
     if folder is None:
-        name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
-        folder = str(fresh_folder(Path("runs"), name))
+        folder = default_folder(recipe)
     return recipe.model_copy(update={"training": {"logging_steps": 1, **recipe.training, "output_dir": folder}})
 
 
@@ -213,12 +216,6 @@ def _one_voice(config: GRPOConfig, console: Console) -> Console:
     logger.setLevel(logging.ERROR)
     set_verbosity_error()
     return Console(quiet=True)
-
-
-def _one_folder(recipe: Recipe, config: GRPOConfig) -> Recipe:
-    """The run folder of the first process for all: each of them looked for a fresh name at its own time."""
-    (config.output_dir,) = broadcast_object_list([config.output_dir])
-    return recipe.model_copy(update={"training": {**recipe.training, "output_dir": config.output_dir}})
 
 
 def _with_weights(training: Mapping[str, Any], weights: list[float]) -> dict[str, Any]:

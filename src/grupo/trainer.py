@@ -22,7 +22,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, set_seed
-from transformers.trainer import TRAINING_ARGS_NAME
 
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import check_curriculum_column
@@ -38,7 +37,7 @@ from grupo.data.prompts import (
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricSums, merged
-from grupo.models.adapters import save_adapter, warn_of_vocabulary
+from grupo.models.adapters import warn_of_vocabulary
 from grupo.models.asked import asked_of
 from grupo.models.load import (
     adapter_settings,
@@ -47,6 +46,7 @@ from grupo.models.load import (
     check_trainable,
     context_length,
     ids_of_stop_texts,
+    let_gradients_in,
     name_of,
     quantization,
     stop_token_ids,
@@ -219,7 +219,8 @@ class GRPOTrainer(ResumableTrainer):
         self.rewards.prepare(self.accelerator.device)
         # The loss is divided by the denominators of the whole step; nothing is left to divide.
         self.model_accepts_loss_kwargs = False
-        self._prepare_checkpointing()
+        if self.args.gradient_checkpointing:
+            let_gradients_in(self.model)
         self.take_reference()
         self.engine: Engine = engine or LocalEngine(
             self.model, decode=self._decode, stop_token_ids=self.stop_token_ids, autocast=self.accelerator.autocast
@@ -572,18 +573,6 @@ class GRPOTrainer(ResumableTrainer):
         self._metrics.add(f"time/{phase}", seconds)
         self.seconds[phase] += seconds
 
-    # ---- saving ------------------------------------------------------------------------------------------------------
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Private in the base class, but both `save_model` and checkpoints come here: adapters that load elsewhere."""
-        if not isinstance(self.model, PeftModel):
-            super()._save(output_dir, state_dict)
-        elif self.args.should_save:
-            folder = output_dir or str(self.args.output_dir)
-            save_adapter(self.model, folder)
-            self.tokenizer.save_pretrained(folder)
-            torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
-
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def run_settings(self) -> dict[str, Any]:
@@ -706,10 +695,3 @@ class GRPOTrainer(ResumableTrainer):
 
     def _guards(self) -> tuple[Any, ...]:
         return self.gradient_guard, self.sampler_check, self.signal_check
-
-    def _prepare_checkpointing(self) -> None:
-        """Re-entrant checkpointing sees no input that needs a gradient when only adapters are trained."""
-        if self.args.gradient_checkpointing and hasattr(self.model, "enable_input_require_grads"):
-            embeddings = self.model.get_input_embeddings()
-            if not any(parameter.requires_grad for parameter in embeddings.parameters()):
-                self.model.enable_input_require_grads()

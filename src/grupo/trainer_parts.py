@@ -20,9 +20,9 @@ from grupo.config import GRPOConfig
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.models.adapters import find_adapter, load_with_adapter, weight_sums
+from grupo.models.adapters import find_adapter, load_named, weight_sums
 from grupo.models.asked import Asked
-from grupo.models.load import add_adapter, check_causal, load_policy, load_tokenizer
+from grupo.models.load import add_adapter, check_causal, load_tokenizer
 from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.model import with_reward_models
 from grupo.rewards.runner import RewardFunctions, RewardRunner
@@ -114,16 +114,15 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
     if isinstance(model, str):
         kwargs = mapping(config.model_init_kwargs) or {}
         adapter = find_adapter(model, kwargs)
-        how: dict[str, Any] = {
-            "trust_remote_code": config.trust_remote_code,
-            "quantization_config": quantization_config,
-        }
-        if adapter is None:
-            model = load_policy(model, kwargs, **how)
-        else:
+        if adapter is not None:
             check_output_folder(config, adapter.folder)
-            tokenizer = adapter.tokenizer(trust_remote_code=config.trust_remote_code)
-            model = load_with_adapter(adapter, kwargs, **how)
+        model, tokenizer = load_named(
+            model,
+            adapter,
+            kwargs,
+            trust_remote_code=config.trust_remote_code,
+            quantization_config=quantization_config,
+        )
     elif config.model_init_kwargs or quantization_config is not None:
         raise ConfigError(
             "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from grupo.errors import ConfigError, ExportError, UnsupportedError
+from grupo.errors import ConfigError, ExportError, UnsupportedError, first_line
 from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source, read_json
 from grupo.hub import is_out_of_reach
+from grupo.models.adapters import missing_weights
 from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
 
 
@@ -155,7 +156,6 @@ def is_quantised(model: Any) -> bool:
 def _attach(model: Any, folder: Path) -> Any:
     """The adapter of a folder on its base model, all of it in float32."""
     from peft import PeftConfig, PeftModel
-    from peft.utils import get_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(str(folder))
     if getattr(config, "is_prompt_learning", False):
@@ -174,7 +174,7 @@ def _attach(model: Any, folder: Path) -> Any:
             adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ConfigError(f"The adapter {folder} does not fit the base model {name_of(model)!r}: {error}") from error
-    missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - saved.keys()
+    missing, _ = missing_weights(adapted, saved)
     if missing:
         raise ConfigError(
             f"The adapter {folder} lacks {len(missing)} of its weights, {min(missing)} for one: it is damaged, or "
@@ -317,7 +317,7 @@ def _tokenizer_of(folder: Path | None, model: Any, *, trust_remote_code: bool) -
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"The tokenizer in {folder} cannot be loaded: {str(error).strip().partition(chr(10))[0]} Bring its "
+                f"The tokenizer in {folder} cannot be loaded: {first_line(error)} Bring its "
                 "missing files back, or remove the others to take the one of the base model."
             ) from error
     try:

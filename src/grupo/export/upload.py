@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from grupo.errors import ConfigError, ExportError
+from grupo.errors import ConfigError, ExportError, first_line
 from grupo.export.source import ADAPTER_CONFIG, read_json
 from grupo.hub import answers
 from grupo.runs.card import card_from_files, for_hub, is_written
@@ -158,8 +158,3 @@ def is_refusal(error: Exception) -> bool:
         return True
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status is not None and 400 <= status < 500 and status not in (408, 409, 412, 429)
-
-
-def first_line(error: BaseException) -> str:
-    line = str(error).strip().partition("\n")[0] or type(error).__name__
-    return line if line.endswith(".") else f"{line}."

@@ -17,14 +17,13 @@ from torch import nn
 
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.fast import arguments, generation, saving
-from grupo.models.adapters import find_adapter, load_with_adapter
+from grupo.models.adapters import find_adapter, load_named
 from grupo.models.asked import Asked, ask, asked_of
 from grupo.models.load import (
     add_adapter,
     base_model,
     context_length,
     device_dtype,
-    load_policy,
     load_tokenizer,
     supports_bfloat16,
 )
@@ -115,14 +114,13 @@ class FastLanguageModel:
             quantization = quantization_config(kind, dtype, asked=asked)
         where = {name: value for name, value in (("token", token), ("revision", revision)) if value is not None}
         settings = {**where, **passed_on, "dtype": dtype}
-        adapter = find_adapter(model_name, settings)
-        how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "quantization_config": quantization}
-        tokenizer = None
-        if adapter is None:
-            model = load_policy(model_name, settings, **how)
-        else:
-            model = load_with_adapter(adapter, settings, **how)
-            tokenizer = adapter.tokenizer(trust_remote_code=trust_remote_code)
+        model, tokenizer = load_named(
+            model_name,
+            find_adapter(model_name, settings),
+            settings,
+            trust_remote_code=trust_remote_code,
+            quantization_config=quantization,
+        )
         if tokenizer is None:
             tokenizer = load_tokenizer(model, settings, trust_remote_code=trust_remote_code)
         tokenizer.padding_side = "left"

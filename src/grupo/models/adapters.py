@@ -98,6 +98,18 @@ def find_adapter(name: str, model_init_kwargs: Mapping[str, Any] | None = None) 
     return SavedAdapter(name, folder, config, where)
 
 
+def load_named(
+    name: str, adapter: SavedAdapter | None, model_init_kwargs: Mapping[str, Any], **how: Any
+) -> tuple[Any, Any]:
+    """The model of a name, or the adapter that `find_adapter` has found by it on its base model; and the tokenizer
+    that was saved with the adapter, if any. `how` is `trust_remote_code` and `quantization_config`.
+    """
+    if adapter is None:
+        return load_policy(name, model_init_kwargs, **how), None
+    tokenizer = adapter.tokenizer(trust_remote_code=how["trust_remote_code"])
+    return load_with_adapter(adapter, model_init_kwargs, **how), tokenizer
+
+
 def load_with_adapter(
     adapter: SavedAdapter,
     model_init_kwargs: Mapping[str, Any] | None = None,
@@ -151,15 +163,22 @@ def load_with_adapter(
     return model
 
 
-def _check_complete(model: PeftModel, name: str, saved: Collection[str]) -> None:
-    """peft goes on with random numbers in the place of weights that are not there."""
+def missing_weights(model: PeftModel, saved: Collection[str]) -> tuple[list[str], int]:
+    """Weights of the adapter that are not among the saved ones, and how many it has in all.
+
+    peft goes on with random numbers in the place of those that are not there.
+    """
     # Old files have magnitudes of DoRA without the ending.
     found = {key.removesuffix(".weight") for key in saved}
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
-    missing = [key for key in wanted if key.removesuffix(".weight") not in found]
+    return [key for key in wanted if key.removesuffix(".weight") not in found], len(wanted)
+
+
+def _check_complete(model: PeftModel, name: str, saved: Collection[str]) -> None:
+    missing, wanted = missing_weights(model, saved)
     if missing:
         raise ConfigError(
-            f"The adapter {name!r} lacks {len(missing)} of the {len(wanted)} weights that its configuration asks for, "
+            f"The adapter {name!r} lacks {len(missing)} of the {wanted} weights that its configuration asks for, "
             f"{missing[0]} among them. It was not saved whole, or its adapter_config.json is that of another adapter."
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from grupo.errors import ConfigError, UnsupportedError
+from grupo.errors import ConfigError, UnsupportedError, first_line
 from grupo.hub import is_out_of_reach
 from grupo.models.quantized import check_quantized, number_of_weights
 
@@ -54,7 +54,7 @@ def load_policy(
         if from_cache:
             raise ConfigError(_not_in_cache("model", name_or_path)) from error
         raise ConfigError(
-            f"The model {name_or_path!r} cannot be loaded: {_first_line(error)} Set `model` to a causal language "
+            f"The model {name_or_path!r} cannot be loaded: {first_line(error)} Set `model` to a causal language "
             "model: a folder with a config.json and weights, or a name on the Hub."
         ) from error
     _check_head(model, name_or_path, report["missing_keys"])
@@ -99,10 +99,6 @@ def _not_in_cache(what: str, name: str) -> str:
         f"The {what} {name!r} is no folder here, the Hub cannot be reached, and its cache on this machine does not "
         "have all files. Connect to the network, or give the path of a local folder."
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def device_dtype() -> torch.dtype:
@@ -154,9 +150,16 @@ def load_tokenizer(
         if from_cache:
             raise ConfigError(_not_in_cache("tokenizer", name)) from error
         raise ConfigError(
-            f"The tokenizer of {name!r} cannot be loaded: {_first_line(error)} Save the tokenizer beside the model, or "
+            f"The tokenizer of {name!r} cannot be loaded: {first_line(error)} Save the tokenizer beside the model, or "
             "pass it: GRPOTrainer(..., processing_class=tokenizer)."
         ) from error
+
+
+def let_gradients_in(model: Any) -> None:
+    """Re-entrant checkpointing sees no input that needs a gradient when only adapters are trained."""
+    embeddings = model.get_input_embeddings()
+    if hasattr(model, "enable_input_require_grads") and not any(p.requires_grad for p in embeddings.parameters()):
+        model.enable_input_require_grads()
 
 
 def base_model(model: Any) -> Any:
@@ -207,7 +210,7 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
     except (ValueError, TypeError, NotImplementedError) as error:  # target modules that match nothing, most of the time
         linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise ConfigError(
-            f"The adapter cannot be added: {_first_line(error)} The linear layers of this model are called "
+            f"The adapter cannot be added: {first_line(error)} The linear layers of this model are called "
             f"{', '.join(sorted(linear))}; 'all-linear' takes all but the head."
         ) from error
     _warn_of_tied_layers(adapted)

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -314,6 +315,15 @@ def check_can_be_written(folder: Path) -> None:
         raise ConfigError(
             f"output_dir={str(folder)!r} cannot be written to: {there} is read-only. Allow it, or choose another one."
         )
+
+
+def move_files(source: Path, target: Path) -> None:
+    """Moves all files of a folder into another one, each in place of an earlier one: none is ever cut short."""
+    for path in [path for path in source.rglob("*") if path.is_file()]:
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+    shutil.rmtree(source)
 
 
 def fresh_folder(parent: Path, name: str) -> Path:
