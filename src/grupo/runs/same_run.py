@@ -99,7 +99,8 @@ def names_of_changes(accepted: Any) -> list[str]:
     """
     if isinstance(accepted, str):
         return [name.strip() for name in accepted.split(",") if name.strip()]
-    if isinstance(accepted, Iterable) and all(isinstance(name, str) for name in (names := list(accepted))):
+    names = list(accepted) if isinstance(accepted, Iterable) else [None]
+    if all(isinstance(name, str) for name in names):
         return names
     raise ConfigError(
         f"accept_changes={accepted!r}: expected the names of settings, as in accept_changes=['steps', 'rewards']."
