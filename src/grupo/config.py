@@ -319,11 +319,11 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._normalise()
         config_values.check_choices(self)
-        check_template_name(self.chat_template)
         rules.check_treatments(self)
         rules.check_launcher()
         plain_types = config_values.plain_types(type(self))
         config_values.check_types(self, plain_types)
+        check_template_name(self.chat_template)
         config_values.check_ranges(self, plain_types)
         rules.check_reward_weights(self.reward_weights)
         rules.check_effects(self)

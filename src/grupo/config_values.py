@@ -42,7 +42,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "hub_strategy": tuple(name.value for name in HubStrategy),
 }
 
-_NO = {**{name: "no" for name, options in CHOICES.items() if "no" in options}, "report_to": "none"}
+_NO = {**{name: "no" for name, options in CHOICES.items() if "no" in options}, "report_to": "none", "debug": ""}
 
 QUOTES = " In YAML, yes, no, on and off are read as True and False: where text is meant, put it in quotes."
 _MAX_LISTED = 12
