@@ -99,7 +99,7 @@ def names_of_changes(accepted: Any) -> list[str]:
     """
     if isinstance(accepted, str):
         return [name.strip() for name in accepted.split(",") if name.strip()]
-    names = list(accepted) if isinstance(accepted, Iterable) else [None]
+    names: list[Any] = list(accepted) if isinstance(accepted, Iterable) else [None]
     if all(isinstance(name, str) for name in names):
         return names
     raise ConfigError(
