@@ -21,6 +21,7 @@ from grupo.models.load import add_adapter
 from grupo.models.reference import BaseModel, ReferencePolicy
 from grupo.recipe import Recipe
 from grupo.records import Sample
+from grupo.runs.newest import newest_model
 from grupo.start import fresh_adapter, with_start
 from tiny import tiny_model, tiny_tokenizer
 
@@ -274,11 +275,11 @@ def test_a_reference_without_effect_or_with_two_is_refused(tmp_path: Path) -> No
 
 
 def test_training_that_changes_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make(tmp_path, None, peft_config=lora(), learning_rate=0.0, max_steps=2)
+    trainer = make(tmp_path, None, peft_config=lora(), learning_rate=0.0)
     before = snapshot(trainer.model)
     train(trainer)
     assert unchanged(trainer.model, before) and is_blank(trainer.model)
-    assert "2 optimizer steps changed none of the 8 trainable parameters: learning_rate is 0" in caplog.text
+    assert "1 optimizer step changed none of the 8 trainable parameters: learning_rate is 0" in caplog.text
     caplog.clear()
     dead = make_trainer(tmp_path / "dead", lambda completions, **_: [1.0] * len(completions), peft_config=lora())
     train(dead)
@@ -316,6 +317,66 @@ def test_a_model_is_no_adapter(base: Path, tmp_path: Path) -> None:
     assert find_adapter(str(tmp_path / "nothing")) is None
 
 
+# ---- the newest model of a run ---------------------------------------------------------------------------------------
+
+
+def went_on(base: Path, folder: Path, peft_config: Any) -> GRPOTrainer:
+    """A run of one step that saved its model, was resumed, and was killed behind the second step."""
+    settings = {"peft_config": peft_config, "save_strategy": "steps", "save_steps": 1}
+    first = make(folder, str(base), max_steps=1, **settings)
+    first.train()
+    first.save_model()
+    again = make(folder, str(base), max_steps=2, lr_scheduler_type="constant", **settings)
+    again.train(resume_from_checkpoint=True, accept_changes=["steps", "lr_scheduler_type"])
+    return again
+
+
+@pytest.mark.parametrize("peft_config", [lora(), None])
+def test_a_run_that_went_on_behind_its_saved_model_is_taken_up_at_its_newest_checkpoint(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, peft_config: Any
+) -> None:
+    run, newest = tmp_path / "run", tmp_path / "run" / "checkpoint-2"
+    resumed = went_on(base, run, peft_config)
+    next_one = make(tmp_path / "next", str(run), tokenizer=None)
+    torch.testing.assert_close(logits(next_one.model), logits(resumed.model))
+    assert next_one.model_argument == str(newest)
+    assert f"{run}: the model in it is older (step 1); its newest checkpoint, checkpoint-2, is taken." in caplog.text
+    assert with_start(Recipe(task="times-tables", model=str(run))).model == str(newest)
+    resumed.save_model()
+    assert newest_model(str(run)) == str(run)
+
+
+def test_what_is_newest_in_a_run(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, newest = tmp_path / "run", tmp_path / "run" / "checkpoint-2"
+    went_on(base, run, lora())
+    with pytest.raises(ConfigError, match="the folder of the adapter that training starts from"):
+        make(run, str(run), tokenizer=None)
+    edit(run / "manifest.json", model_step=None)
+    assert newest_model(str(run)) == str(run)
+    assert f"{run} has a model, nobody knows of which step, and checkpoint-2. The model is taken; name" in caplog.text
+    edit(run / "manifest.json", model_step=1)
+    (newest / "optimizer.pt").unlink()
+    assert newest_model(str(run)) == str(newest), "its model is whole"
+    (newest / "adapter_model.safetensors").write_bytes(b"cut")
+    assert newest_model(str(run)) == str(run)
+    assert "(step 1) is damaged (checkpoint-2: adapter_model.safetensors has 3 of" in caplog.text
+    (run / "adapter_model.safetensors").unlink()
+    assert newest_model(str(run)) == str(run / "checkpoint-1")
+    (run / "checkpoint-1" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no saved model and no checkpoint that is whole"):
+        make(tmp_path / "next", str(run))
+    assert newest_model("org/name") == "org/name" and newest_model(str(base)) == str(base)
+
+
+def test_a_model_of_what_was_cut_is_older_than_the_next_checkpoint(base: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    went_on(base, run, lora()).save_model()
+    settings = {"peft_config": lora(), "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    other = make(run, str(base), max_steps=2, **settings)
+    other.train(resume_from_checkpoint=str(run / "checkpoint-1"), accept_changes=["steps", "lr_scheduler_type"])
+    assert newest_model(str(run)) == str(run / "checkpoint-2")
+
+
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +406,6 @@ def test_a_recipe_goes_on_with_an_adapter_unless_it_asks_for_a_fresh_one(adapter
     bare = Recipe.model_validate({"task": "times-tables", "model": str(adapter)})
     assert bare.lora is not None and with_start(bare).lora is None
     asking = Recipe.model_validate({"task": "times-tables", "model": str(adapter), "lora": {"r": 4}})
-    assert with_start(asking) is asking
+    assert with_start(asking) == asking
     whole = Recipe.model_validate({"task": "times-tables", "model": str(adapter.parent / "base")})
-    assert with_start(whole) is whole
+    assert with_start(whole) == whole

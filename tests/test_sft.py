@@ -233,6 +233,7 @@ def run(command: str, model: Path | str, folder: Path, *settings: str, flags: tu
         "training.beta=0.1",
         "training.save_strategy=steps",
         "training.save_steps=1",
+        "sft.training.save_strategy=no",
         f"sft.answer='{FORM}'",
         "sft.rows=16",
         "sft.training.learning_rate=0.05",

@@ -319,11 +319,11 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._normalise()
         config_values.check_choices(self)
-        check_template_name(self.chat_template)
         rules.check_treatments(self)
         rules.check_launcher()
         plain_types = config_values.plain_types(type(self))
         config_values.check_types(self, plain_types)
+        check_template_name(self.chat_template)
         config_values.check_ranges(self, plain_types)
         rules.check_reward_weights(self.reward_weights)
         rules.check_effects(self)
@@ -392,6 +392,7 @@ class GRPOConfig(TrainingArguments):
         if "_explicit_fields" not in self.__dict__:  # a dataclass derived from this one has its own __init__
             defaults = rules.defaults_of(type(self))
             self._explicit_fields = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
+        vars(self).update(config_values.no_as_text(vars(self)))
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
         weights: Any = self.reward_weights

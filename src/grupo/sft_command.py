@@ -16,11 +16,13 @@ from safetensors import SafetensorError
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 from grupo.config import GRPOConfig
+from grupo.config_values import no_as_text
 from grupo.console import ProgressLines, say, step_bar
 from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues
 from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
 from grupo.data.sources import dataset_rows, recipe_rows
 from grupo.errors import ConfigError, TrainingError
+from grupo.names import counted
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.folder import RunFolder, check_can_be_written, move_files
 from grupo.sft import sft_trainer
@@ -162,7 +164,8 @@ class Phase:
         per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         steps = math.ceil(math.ceil(len(self.shown) / per_step) * self.args.num_train_epochs)
         steps = self.args.max_steps if self.args.max_steps > 0 else steps
-        return f"[bold]sft[/]      {len(self.shown)} demonstrations, {steps} optimizer steps of supervised fine-tuning"
+        shown = counted(len(self.shown), "demonstration")
+        return f"[bold]sft[/]      {shown}, {counted(steps, 'optimizer step')} of supervised fine-tuning"
 
     def run(self, model: Any, tokenizer: Any, shown: Sequence[Demonstration], folder: Path, console: Console) -> None:
         """Trains the model in place, and leaves it in `folder`, whole or not at all.
@@ -208,7 +211,9 @@ class Phase:
         shared["learning_rate"] = LEARNING_RATES["adapter" if has_adapter(self.recipe) else "whole model"]
         try:
             return TrainingArguments(
-                output_dir=str(self.config.output_dir), remove_unused_columns=False, **{**shared, **DEFAULTS, **given}
+                output_dir=str(self.config.output_dir),
+                remove_unused_columns=False,
+                **{**shared, **DEFAULTS, **given, **no_as_text(given)},
             )
         except (TypeError, ValueError, ImportError) as error:
             raise ConfigError(

@@ -16,6 +16,7 @@ from grupo.models.load import device_dtype
 from grupo.models.quantized import quantization_config
 from grupo.recipe import Recipe
 from grupo.runs.folder import fresh_folder
+from grupo.runs.newest import newest_model
 
 
 def start_model(recipe: Recipe) -> str:
@@ -24,7 +25,9 @@ def start_model(recipe: Recipe) -> str:
 
 
 def with_start(recipe: Recipe) -> Recipe:
-    """The recipe with `lora: null` where its model is a saved adapter and it asks for no fresh one."""
+    """The recipe with the newest model of a run where that is what it names, and with `lora: null` where its model is a
+    saved adapter and it asks for no fresh one."""
+    recipe = recipe.model_copy(update={"model": newest_model(recipe.model)})
     if "lora" in recipe.model_fields_set or not _names_adapter(recipe):
         return recipe
     return recipe.model_copy(update={"lora": None})

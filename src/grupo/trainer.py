@@ -22,6 +22,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, set_seed
+from transformers.trainer_utils import PredictionOutput
 
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import check_curriculum_column
@@ -64,6 +65,7 @@ from grupo.rollout.local import LocalEngine
 from grupo.runs.completion_table import CompletionTable
 from grupo.runs.folder import RunFolder, check_can_be_written
 from grupo.runs.guards import GradientGuard, SamplerCheck, SignalCheck
+from grupo.runs.newest import newest_model
 from grupo.runs.same_run import rows_hash
 from grupo.runs.state import Window
 from grupo.scoring.scorer import Scorer, dropout_off
@@ -75,6 +77,7 @@ from grupo.trainer_parts import (
     advantage_settings,
     check_best_metric,
     check_optimizer,
+    check_watched_metric,
     compared_settings,
     dataset_length,
     entropy_controller,
@@ -154,6 +157,7 @@ class GRPOTrainer(ResumableTrainer):
         if args is None:
             name = model if isinstance(model, str) else name_of(model)
             args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
+        model = newest_model(model) if isinstance(model, str) else model
         if not isinstance(args, GRPOConfig):
             raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
         self.config = args
@@ -438,7 +442,24 @@ class GRPOTrainer(ResumableTrainer):
             metrics: dict[str, float] = {}
             for name, part in dataset.items():
                 metrics.update(self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}"))
-            return metrics
+        else:
+            metrics = self._sample_and_score(dataset, metric_key_prefix)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if eval_dataset is None and self.is_in_train:
+            check_watched_metric(self.config.metric_for_best_model, metrics, self.rewards.names)
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The metrics of `evaluate` for another dataset. There are no logits to return: the completions are in the run
+        folder, in `completions.jsonl`."""
+        metrics = self._sample_and_score(test_dataset, metric_key_prefix)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)  # type: ignore[arg-type]
+
+    def _sample_and_score(self, dataset: Any, metric_key_prefix: str) -> dict[str, float]:
+        """Metrics of an evaluation, which are logged."""
         started = time.perf_counter()
         prompts = [row.draw(row.row) for row in self._rows_to_evaluate(dataset)]
         group_size = self.config.resolved_num_generations_eval
@@ -464,7 +485,6 @@ class GRPOTrainer(ResumableTrainer):
         }
         output = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         self.log(output)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, output)
         return output
 
     def _rows_to_evaluate(self, dataset: Any) -> list[TokenizedRow]:
@@ -487,14 +507,14 @@ class GRPOTrainer(ResumableTrainer):
         self,
         resume_from_checkpoint: str | bool | None = None,
         *args: Any,
-        accept_changes: Sequence[str] = (),
+        accept_changes: str | Sequence[str] = (),
         **kwargs: Any,
     ) -> Any:
         """As `transformers.Trainer.train`; opens the run folder first. Ctrl-C and SIGTERM end it behind a checkpoint.
 
         Args:
             resume_from_checkpoint: a checkpoint's folder, or True for the newest one in `output_dir` that is whole.
-            accept_changes: settings that a resumed run may have otherwise than the one that was interrupted.
+            accept_changes: names of settings that a resumed run may have otherwise than the one that was interrupted.
 
         Raises:
             ConfigError: there is no such checkpoint, or it belongs to another run.

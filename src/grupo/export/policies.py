@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError, first_line
-from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source, read_json
+from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source
 from grupo.hub import is_out_of_reach
 from grupo.models.adapters import missing_weights
 from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
+from grupo.runs.folder import read_json
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from grupo.models.load import (
     supports_bfloat16,
 )
 from grupo.models.quantized import quantization_config, spare_evaluation_mode
+from grupo.names import counted
+from grupo.runs.newest import newest_model
 
 logger = logging.getLogger("grupo")
 
@@ -91,7 +93,7 @@ class FastLanguageModel:
         """
         if not isinstance(model_name, str | os.PathLike):
             raise ConfigError(f"model_name={model_name!r}: use the name of a model on the Hub, or a folder.")
-        model_name = os.fspath(model_name)
+        model_name = newest_model(os.fspath(model_name))
         passed_on = arguments.settle(
             "from_pretrained",
             more,
@@ -316,7 +318,7 @@ def _layers(model: Any, wanted: Sequence[int] | int | None, last: int | None) ->
         raise ConfigError("layers_to_transform and finetune_last_n_layers say the same: set one of them.")
     count = base_model(model).config.get_text_config().num_hidden_layers
     if not 1 <= last <= count:
-        raise ConfigError(f"finetune_last_n_layers={last}: the model has {count} layers.")
+        raise ConfigError(f"finetune_last_n_layers={last}: the model has {counted(count, 'layer')}.")
     return list(range(count - last, count))
 
 
