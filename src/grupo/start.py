@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
 
 from grupo.config import GRPOConfig
 from grupo.errors import ConfigError
 from grupo.models.adapters import find_adapter
 from grupo.models.default_model import default_model_path
-from grupo.models.load import device_dtype
+from grupo.models.fresh_adapter import lora_config
+from grupo.models.load import device_dtype, dtype_named
 from grupo.models.quantized import quantization_config
 from grupo.recipe import Recipe
 from grupo.runs.folder import fresh_folder
@@ -62,7 +62,7 @@ def quantization(recipe: Recipe) -> Any:
     """
     if recipe.quantization is None:
         return None
-    dtype = device_dtype() if recipe.dtype is None else getattr(torch, recipe.dtype)
+    dtype = device_dtype() if recipe.dtype is None else dtype_named(recipe.dtype)
     return quantization_config(recipe.quantization, dtype, asked=f"quantization: {recipe.quantization}")
 
 
@@ -94,10 +94,7 @@ def fresh_adapter(recipe: Recipe) -> Any:
     spec = recipe.lora
     if spec is None:
         return None
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM",
+    return lora_config(
         r=spec.r,
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,

@@ -22,7 +22,8 @@ from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, UnsupportedError
 from grupo.models.adapters import find_adapter, load_named, weight_sums
 from grupo.models.asked import Asked
-from grupo.models.load import add_adapter, check_causal, load_tokenizer
+from grupo.models.fresh_adapter import add_adapter, check_adapter_config
+from grupo.models.load import check_causal, load_tokenizer
 from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.model import with_reward_models
 from grupo.rewards.runner import RewardFunctions, RewardRunner
@@ -111,6 +112,8 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
     And, where the name is that of an adapter, with which training then goes on, its tokenizer if it has one.
     """
     tokenizer = None
+    if peft_config is not None:
+        check_adapter_config(peft_config)  # before anything is loaded
     if isinstance(model, str):
         kwargs = mapping(config.model_init_kwargs) or {}
         adapter = find_adapter(model, kwargs)
