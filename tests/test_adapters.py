@@ -250,6 +250,40 @@ def test_a_prompt_with_a_token_that_the_base_model_lacks(base: Path, tmp_path: P
     assert 129 in again.train_rows[0].token_ids
 
 
+def test_new_embeddings_that_nothing_trains_are_told(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, (config, told) in enumerate(
+        [(lora(), True), (lora(trainable_token_indices=[128, 129]), False),
+         (lora(modules_to_save=["embed_tokens", "lm_head"]), False)]
+    ):  # fmt: skip
+        caplog.clear()
+        model, tokenizer = with_tokens(base, rows=130, tokens=130)
+        make(tmp_path / str(number), model, tokenizer=tokenizer, peft_config=config)
+        assert ("embeddings of 2 tokens are new, and nothing trains them" in caplog.text) == told
+
+
+def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: Path, caplog: Any) -> None:
+    """More tokens than the spare rows of the base model; one that it has; and those of an adapter that goes on."""
+    added = [f"<t{letter}>" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"]
+    trainer = make(tmp_path / "run", base, tokenizer=None, added_tokens=["a", *added], peft_config=lora())
+    assert "the tokenizer has 'a' already" in caplog.text
+    assert trainer.vocabulary_size == len(trainer.tokenizer) > 128
+    assert len(trainer.model.peft_config["default"].trainable_token_indices["lm_head"]) == len(added)
+    train(trainer)
+    trainer.save_model(str(tmp_path / "run"))
+    again = make(tmp_path / "next", tmp_path / "run", tokenizer=None, added_tokens=added)
+    torch.testing.assert_close(logits(again.model), logits(trainer.model))
+    with pytest.raises(ConfigError, match="made without"):
+        make(tmp_path / "other", adapter, tokenizer=None, added_tokens=added)
+    with pytest.raises(ConfigError, match="can train single rows"):
+        make(
+            tmp_path / "other", base, tokenizer=None, added_tokens=added, peft_config=lora(trainable_token_indices=[3])
+        )
+    whole = make(tmp_path / "whole", base, tokenizer=None, added_tokens=added)
+    assert whole.vocabulary_size == len(whole.tokenizer) and not hasattr(whole.model, "peft_config")
+
+
 # ---- the reference policy --------------------------------------------------------------------------------------------
 
 

@@ -84,13 +84,16 @@ _HARMLESS = (
 )
 """About how vLLM hands completions over; the completions are the same."""
 _ABSENT: dict[str, Any] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), 0),
-    "ignore_eos": False,
-    **dict.fromkeys(("bad_words", "logits_processors", "allowed_token_ids", "trace_decode_token_ids"), []),
-    **dict.fromkeys(("logit_bias", "extra_args"), {}),
-    **dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start")),
-    **dict.fromkeys(("logprob_token_ids", "structured_outputs", "guided_decoding", "truncate_prompt_tokens")),
-    **dict.fromkeys(("thinking_token_budget", "repetition_detection", "watermarking", "best_of")),
+    name: nothing
+    for nothing, names in (
+        (0, ("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")),
+        ([], ("bad_words", "logits_processors", "allowed_token_ids", "trace_decode_token_ids")),
+        ({}, ("logit_bias", "extra_args")),
+        (None, ("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start")),
+        (None, ("logprob_token_ids", "structured_outputs", "guided_decoding", "truncate_prompt_tokens")),
+        (None, ("thinking_token_budget", "repetition_detection", "watermarking", "best_of")),
+    )
+    for name in names
 }
 """vLLM's other parameters (0.32, and some of earlier versions) -> the value that asks for nothing, as None does."""
 

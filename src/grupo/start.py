@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from transformers.utils.logging import set_verbosity_error
 
 from grupo.config import GRPOConfig
 from grupo.errors import ConfigError
@@ -40,6 +43,15 @@ def one_folder(recipe: Recipe, config: GRPOConfig) -> Recipe:
     """The run folder of the first process for all: each of them looked for a fresh name at its own time."""
     (config.output_dir,) = broadcast_object_list([config.output_dir])
     return recipe.model_copy(update={"training": {**recipe.training, "output_dir": config.output_dir}})
+
+
+def one_voice(config: GRPOConfig, console: Console) -> Console:
+    """Of several processes the first one talks."""
+    if config.process_index == 0:
+        return console
+    logging.getLogger("grupo").setLevel(logging.ERROR)
+    set_verbosity_error()
+    return Console(quiet=True)
 
 
 def has_adapter(recipe: Recipe) -> bool:

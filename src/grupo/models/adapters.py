@@ -272,13 +272,20 @@ def has_new_tokens(model: Any) -> bool:
 
 
 def warn_of_vocabulary(model: Any, tokenizer: Any) -> None:
-    """An adapter whose embeddings fit neither the base model nor the tokenizer loads nowhere without help.
-
-    peft gives a base model as many embeddings as the tokenizer beside the adapter has tokens, where it has fewer.
+    """New embeddings that nothing trains; and those that fit neither the base model nor the tokenizer, which load
+    nowhere without help: peft gives a base model as many as the tokenizer beside the adapter has tokens, where it has
+    fewer.
     """
     if not isinstance(model, PeftModel):
         return
     rows, saved = _embedding_rows(model), _base_vocabulary(model)
+    embeddings = base_model(model).get_input_embeddings()
+    if saved is not None and rows > saved and not any(p.requires_grad for p in embeddings.parameters()):
+        logger.warning(
+            "The embeddings of %d tokens are new, and nothing trains them: they are saved as they are now. To train "
+            "them, name their ids in trainable_token_indices of the LoraConfig, or use added_tokens of GRPOConfig.",
+            rows - saved,
+        )
     if saved is not None and rows not in (saved, max(saved, len(tokenizer))):
         logger.warning(
             "The model has embeddings for %d tokens, its base model on disk for %d, and the tokenizer %d tokens: the "

@@ -1,4 +1,4 @@
-"""A fresh adapter on a model: checked before, and taken off again where peft cannot add it."""
+"""A fresh adapter on a model, and tokens that it trains: checked before, and undone where peft cannot add it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import math
 import numbers
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, get_peft_model
@@ -94,6 +94,49 @@ def _undone_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
+def add_tokens(model: Any, tokenizer: Any, texts: Sequence[str], peft_config: Any) -> Any:
+    """Makes each text a token, with embeddings in the model where the tokenizer lacks it.
+
+    The tokens are no special ones, so that reward functions see them. `model` and `tokenizer` are changed.
+
+    Returns:
+        The configuration of the fresh adapter, which also trains the new rows of embeddings and head; None for none.
+
+    Raises:
+        ConfigError: a saved adapter lacks them, or the fresh one cannot train single rows.
+    """
+    present = tokenizer.get_vocab()
+    new = [text for text in dict.fromkeys(texts) if text not in present]
+    has_adapter = bool(getattr(model, "peft_config", None))
+    if len(new) < len(texts) and not has_adapter:
+        there = ", ".join(repr(text) for text in texts if text in present)
+        logger.warning("added_tokens: the tokenizer has %s already, whose embeddings stay as they are.", there)
+    if not new:
+        return peft_config
+    if has_adapter:
+        raise ConfigError(
+            f"added_tokens has {', '.join(map(repr, new))}, and the adapter that training goes on with was made "
+            "without. Merge it first (`grupo export`), and start with a fresh adapter from the merged model."
+        )
+    if peft_config is not None and getattr(peft_config, "trainable_token_indices", ()) is not None:
+        raise ConfigError(
+            "added_tokens needs an adapter that can train single rows: a LoraConfig, whose trainable_token_indices "
+            "is set here and must not be set already."
+        )
+    tokenizer.add_tokens(new)
+    ids = tokenizer.convert_tokens_to_ids(new)
+    if max(ids) >= model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))
+    if peft_config is None:
+        return None
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)]
+    whole = peft_config.modules_to_save or ()
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.trainable_token_indices = {name: ids for name in names if name not in whole} or None
+    return peft_config
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -143,8 +186,8 @@ def check_adapter_config(config: Any) -> None:
 def _check_start(start: Any) -> None:
     if isinstance(start, str) and start in STARTS_FROM_DATA:
         raise UnsupportedError(
-            f"init_lora_weights={start!r} is computed from data, by calls of peft's own around peft.get_peft_model. Make "
-            "them, and pass the model that they give, without peft_config."
+            f"init_lora_weights={start!r} is computed from data, by calls of peft's own around peft.get_peft_model. "
+            "Make them, and pass the model that they give, without peft_config."
         )
     is_known = isinstance(start, str) and (start.lower() in STARTS or re.fullmatch(r"pissa_niter_\d+", start))
     _require(
