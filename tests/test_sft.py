@@ -352,7 +352,8 @@ def test_added_tokens_are_learned_saved_resumed_and_merged(tied: bool, tmp_path:
     assert ids == [size, size + 1] and tokenizer.decode(ids, skip_special_tokens=True) == "<think></think>"
     before, after = (load_file(path / "adapter_model.safetensors") for path in (folder / "sft", folder))
     rows = [name for name in after if "trainable_tokens" in name]
-    assert len(rows) == (1 if tied else 2) and all(after[name].shape == (2, 32) for name in rows)
+    assert [after[name].shape for name in rows] == [(2, 32)] * 2, "of embeddings and head"
+    assert torch.equal(*(after[name] for name in rows)) == tied
     assert all((before[name] != after[name]).any(-1).all() for name in rows), "GRPO went on with what SFT had begun"
 
     broken = tmp_path / "broken"

@@ -107,10 +107,11 @@ def add_tokens(model: Any, tokenizer: Any, texts: Sequence[str], peft_config: An
     """
     present = tokenizer.get_vocab()
     new = [text for text in dict.fromkeys(texts) if text not in present]
+    _require("" not in new, "added_tokens has an empty text, which can be no token")
     has_adapter = bool(getattr(model, "peft_config", None))
-    if len(new) < len(texts) and not has_adapter:
-        there = ", ".join(repr(text) for text in texts if text in present)
-        logger.warning("added_tokens: the tokenizer has %s already, whose embeddings stay as they are.", there)
+    there = [text for text in texts if text in present]
+    if there and not has_adapter:
+        logger.warning("added_tokens: the tokenizer has %s already; not added.", ", ".join(map(repr, there)))
     if not new:
         return peft_config
     if has_adapter:
