@@ -336,9 +336,8 @@ def test_the_supervised_phase_is_that_of_one_process(tmp_path: Path) -> None:
     assert main(arguments("alone", 8)) == 0
     shared, alone = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("shared", "alone"))
     assert distance(shared, alone) < 1e-4
-    lines = [
-        [json.loads(line) for line in (tmp_path / name / "sft.jsonl").read_text().splitlines()]
+    losses = [
+        [json.loads(line).get("loss", 0.0) for line in (tmp_path / name / "sft.jsonl").read_text().splitlines()]
         for name in ("shared", "alone")
     ]
-    for here, there in zip(*lines, strict=True):
-        assert here.get("loss") == pytest.approx(there.get("loss"), rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
