@@ -165,7 +165,9 @@ TRL_ROWS: dict[str, FieldRow] = {
 
 TRANSFORMERS_ROWS: dict[str, FieldRow] = {
     "output_dir": _honoured("folder of the run"),
-    "per_device_train_batch_size": _honoured("completions per device in one forward pass"),
+    "per_device_train_batch_size": _honoured(
+        "completions per device; a forward pass has room for so many of the longest ones"
+    ),
     "num_train_epochs": _AS_IN_TRANSFORMERS,
     "max_steps": _honoured("optimizer steps; -1: by epochs"),
     "learning_rate": _AS_IN_TRANSFORMERS,

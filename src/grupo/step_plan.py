@@ -29,7 +29,7 @@ class StepPlan:
     """Resolved batch numbers of a run. Counts are over all processes unless they say otherwise."""
 
     micro_batch_size: int
-    """Completions per device in one forward pass."""
+    """Completions per device, of which the longest have room in one forward pass."""
     gradient_accumulation_steps: int
     """Forward passes per optimizer step and device, after a raise."""
     raised_from: int | None
@@ -138,7 +138,7 @@ class StepPlan:
             content = f"({self.completions_per_step / self.num_generations:.3g} groups of {self.num_generations})"
         return (
             f"optimizer step: {_count(self.completions_per_step, 'completion')} {content} = {self.micro_batch_size} "
-            f"per forward pass x {_count(self.gradient_accumulation_steps, 'accumulation step')} x "
+            f"per device x {_count(self.gradient_accumulation_steps, 'accumulation step')} x "
             f"{_count(self.world_size, 'process')}"
         )
 

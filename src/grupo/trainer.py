@@ -665,6 +665,7 @@ class GRPOTrainer(ResumableTrainer):
             # Padding is never read; an id without an embedding would be looked up all the same.
             pad_token_id=0 if pad is None or pad >= (self.vocabulary_size or pad + 1) else pad,
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
+            row_tokens=self.config.micro_batch_tokens or self._longest_row(),
             token_budget=self._token_budget(),
             on_token_budget=self._write_token_budget,
             checkpointing=bool(self.args.gradient_checkpointing),
@@ -684,6 +685,11 @@ class GRPOTrainer(ResumableTrainer):
         return default_token_budget(
             base_model(self.model), self.accelerator.device, checkpointing=bool(self.args.gradient_checkpointing)
         )
+
+    def _longest_row(self) -> int:
+        """Tokens of the longest prompt with the longest completion that training can have."""
+        longest_prompt = max((len(row.token_ids) for row in self.train_rows), default=0)
+        return longest_prompt + self.config.sampling_spec().max_new_tokens
 
     def _write_token_budget(self, budget: int | None) -> None:
         self.run_folder.update_json("manifest.json", {"micro_batch_tokens": budget})
