@@ -334,8 +334,8 @@ def test_the_supervised_phase_is_that_of_one_process(tmp_path: Path) -> None:
     assert "20 demonstrations, 2 optimizer steps" in said["0"] and said["1"] == ""
     assert "each epoch repeats 4 of them" in said["0"]
     assert main(arguments("alone", 8)) == 0
-    shared, alone = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("shared", "alone"))
-    assert distance(shared, alone) < 1e-4
+    weights: list[Any] = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("shared", "alone")]
+    assert distance(*weights) < 1e-4
     losses = [
         [json.loads(line).get("loss", 0.0) for line in (tmp_path / name / "sft.jsonl").read_text().splitlines()]
         for name in ("shared", "alone")
