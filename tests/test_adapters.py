@@ -17,7 +17,7 @@ from cases.harness import logs_of, make_trainer, snapshot, token_logprobs, train
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.models.adapters import find_adapter, is_blank, load_with_adapter, save_adapter
-from grupo.models.load import add_adapter
+from grupo.models.fresh_adapter import add_adapter
 from grupo.models.reference import BaseModel, ReferencePolicy
 from grupo.recipe import Recipe
 from grupo.records import Sample
@@ -172,6 +172,48 @@ def test_adapters_that_are_no_function_of_a_layers_input_are_refused(config: Any
         make(tmp_path, get_peft_model(tiny_model(), config))
 
 
+WRONG_SETTINGS = {
+    "bias": ["yes", None, True],
+    "r": [0, -1, 2.5, "4", True],
+    "rank_pattern": [{"q_proj": 0}],
+    "lora_alpha": [0, -4, "16", float("nan"), None],
+    "alpha_pattern": [{"q_proj": -1}],
+    "lora_dropout": [-0.1, 1.0, "0.1", None],
+    "init_lora_weights": ["nope", "pissa_niter_x", "eva", "lora_ga", None, 1],
+    "use_dora": ["no"],
+    "modules_to_save": ["lm_head", ["nope"]],
+    "layers_to_transform": [[0, -1], ["0"], 7],
+    "target_modules": [["nope"], "((", 3],
+    "trainable_token_indices": [[128], {"embed_tokens": [-1]}, {"nope": [3]}],
+}
+
+
+def test_wrong_settings_leave_the_model_as_it_was() -> None:
+    """peft takes some of them without a word, and leaves its layers in the model at most others."""
+    model = tiny_model()
+    model.model.norm.weight.requires_grad_(False)
+
+    def state() -> Any:
+        modules = [(name, type(module), id(module)) for name, module in model.named_modules()]
+        flags = [(name, p.requires_grad, id(p), p.data_ptr()) for name, p in model.named_parameters()]
+        return modules, flags, sorted(vars(model))
+
+    before = state()
+    for setting, values in WRONG_SETTINGS.items():
+        for value in values:
+            with pytest.raises(ConfigError, match=f"{setting}|'nope'|cannot be added"):
+                add_adapter(model, lora(**{setting: value}))
+            assert state() == before, (setting, value)
+    torch.testing.assert_close(logits(model), logits(tiny_model()))
+    with pytest.raises(ConfigError, match="bias='yes'"):
+        GRPOTrainer("no such model", varied, peft_config=lora(bias="yes"), train_dataset=[{"prompt": "a"}])
+
+
+def test_modules_that_are_not_there_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    add_adapter(tiny_model(), lora(target_modules=["q_proj", "qproj"]))
+    assert "target_modules names 'qproj', which this model does not have" in caplog.text
+
+
 # ---- added tokens ----------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +249,40 @@ def test_a_prompt_with_a_token_that_the_base_model_lacks(base: Path, tmp_path: P
     again = make_trainer(tmp_path / "next", varied, rows, model=str(tmp_path / "run"), tokenizer=None)
     assert [row.token_ids for row in again.train_rows] == [row.token_ids for row in trainer.train_rows]
     assert 129 in again.train_rows[0].token_ids
+
+
+def test_new_embeddings_that_nothing_trains_are_told(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, (config, told) in enumerate(
+        [(lora(), True), (lora(trainable_token_indices=[128, 129]), False),
+         (lora(modules_to_save=["embed_tokens", "lm_head"]), False)]
+    ):  # fmt: skip
+        caplog.clear()
+        model, tokenizer = with_tokens(base, rows=130, tokens=130)
+        make(tmp_path / str(number), model, tokenizer=tokenizer, peft_config=config)
+        assert ("embeddings of 2 tokens are new, and nothing trains them" in caplog.text) == told
+
+
+def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: Path, caplog: Any) -> None:
+    """More tokens than the spare rows of the base model; one that it has; and those of an adapter that goes on."""
+    added = [f"<t{letter}>" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"]
+    trainer = make(tmp_path / "run", base, tokenizer=None, added_tokens=["a", *added], peft_config=lora())
+    assert "the tokenizer has 'a' already" in caplog.text
+    assert trainer.vocabulary_size == len(trainer.tokenizer) > 128
+    assert len(trainer.model.peft_config["default"].trainable_token_indices["lm_head"]) == len(added)
+    train(trainer)
+    trainer.save_model(str(tmp_path / "run"))
+    again = make(tmp_path / "next", tmp_path / "run", tokenizer=None, added_tokens=added)
+    torch.testing.assert_close(logits(again.model), logits(trainer.model))
+    with pytest.raises(ConfigError, match="made without"):
+        make(tmp_path / "other", adapter, tokenizer=None, added_tokens=added)
+    with pytest.raises(ConfigError, match="can train single rows"):
+        make(
+            tmp_path / "other", base, tokenizer=None, added_tokens=added, peft_config=lora(trainable_token_indices=[3])
+        )
+    whole = make(tmp_path / "whole", base, tokenizer=None, added_tokens=added)
+    assert whole.vocabulary_size == len(whole.tokenizer) and not hasattr(whole.model, "peft_config")
 
 
 # ---- the reference policy --------------------------------------------------------------------------------------------

@@ -136,6 +136,9 @@ class GRPOConfig(TrainingArguments):
     chat_template: str | None = None
     """Ready-made chat template by its name ("chatml", "llama-3", "gemma", "mistral", "plain"), or the text of one in
     Jinja; None: the tokenizer's own."""
+    added_tokens: list[str] | None = None
+    """Texts that become one token each, visible in completions, where the tokenizer does not have them yet. An adapter
+    trains their embeddings, in the head too."""
     chat_template_kwargs: dict[str, Any] | str | None = None
     """Keywords of the chat template; a dict, or JSON text."""
     repetition_penalty: float = 1.0

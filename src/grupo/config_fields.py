@@ -59,6 +59,7 @@ _CHECKPOINTING = "one setting under two names; on unless it is set"
 
 GRUPO_ROWS: dict[str, FieldRow] = {
     "chat_template": _honoured("ready-made template by name, or the text of one; set on the tokenizer, saved with it"),
+    "added_tokens": _honoured("texts that become one token each, with embeddings that are trained; see adapters.md"),
     "max_prompt_length": _honoured("longest prompt in tokens; None: every prompt must fit beside a completion"),
     "overlong_prompts": _honoured("filter, refuse or truncate_left prompts above max_prompt_length"),
     "max_failed_reward_share": _honoured("share of failed rewards in a rollout above which the run stops"),

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback
-from transformers.utils.logging import set_verbosity_error
 
 from grupo.config import GRPOConfig
 from grupo.console import ProgressLines, say, step_bar
@@ -39,6 +38,7 @@ from grupo.start import (
     default_folder,
     fresh_adapter,
     one_folder,
+    one_voice,
     quantization,
     start_model,
     training_fields,
@@ -97,7 +97,7 @@ def train(
     rewards, weights = recipe_rewards(recipe)
     config = GRPOConfig(**_with_weights(training_fields(recipe), weights))
     if config.world_size > 1:
-        console = _one_voice(config, console)
+        console = one_voice(config, console)
         recipe = one_folder(recipe, config)
     rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
     phase = None if recipe.sft is None else Phase(recipe, config, rows)
@@ -210,15 +210,6 @@ def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
     if folder is None:
         folder = default_folder(recipe)
     return recipe.model_copy(update={"training": {"logging_steps": 1, **recipe.training, "output_dir": folder}})
-
-
-def _one_voice(config: GRPOConfig, console: Console) -> Console:
-    """Of several processes the first one talks."""
-    if config.process_index == 0:
-        return console
-    logger.setLevel(logging.ERROR)
-    set_verbosity_error()
-    return Console(quiet=True)
 
 
 def _with_weights(training: Mapping[str, Any], weights: list[float]) -> dict[str, Any]:

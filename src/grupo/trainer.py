@@ -92,7 +92,6 @@ from grupo.trainer_parts import (
     refill,
     refuse_unsupported,
     reward_runner,
-    tokenizer_of,
     warn_of_rounding,
 )
 
@@ -179,13 +178,18 @@ class GRPOTrainer(ResumableTrainer):
         check_best_metric(args, eval_dataset)
 
         set_seed(args.seed)
-        model, of_adapter = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
+        model, self.tokenizer = policy(
+            model,
+            args,
+            processing_class=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
         self.trainable_parameters, self.total_parameters = check_trainable(model)
         asked = asked_of(model)
         self.context_length = min(filter(None, (context_length(model), asked.max_seq_length)), default=None)
         self.vocabulary_size = vocabulary_size(model)
         check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
-        self.tokenizer = tokenizer_of(model, args, of_adapter if processing_class is None else processing_class)
         warn_of_vocabulary(model, self.tokenizer)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
         self.stop_token_ids = (

@@ -23,7 +23,8 @@ from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
 from grupo.models.adapters import find_adapter, load_named, weight_sums
 from grupo.models.asked import Asked
-from grupo.models.load import add_adapter, check_causal, load_tokenizer
+from grupo.models.fresh_adapter import add_adapter, add_tokens, check_adapter_config
+from grupo.models.load import check_causal, load_tokenizer
 from grupo.names import counted, nearest
 from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.model import with_reward_models
@@ -108,18 +109,21 @@ class UnchangedIsTold(TrainerCallback):
             )
 
 
-def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_config: Any) -> tuple[Any, Any]:
-    """The model to train, loaded where it is given by name, with a fresh adapter where one is asked for.
-
-    And, where the name is that of an adapter, with which training then goes on, its tokenizer if it has one.
+def policy(
+    model: Any, config: GRPOConfig, *, processing_class: Any = None, quantization_config: Any, peft_config: Any
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model to train, loaded where it is given by name, with a fresh adapter where one is asked for; and the
+    tokenizer: the one that was given, that of the adapter with which training goes on, or the model's own.
     """
-    tokenizer = None
+    of_adapter = None
+    if peft_config is not None:
+        check_adapter_config(peft_config)  # before anything is loaded
     if isinstance(model, str):
         kwargs = mapping(config.model_init_kwargs) or {}
         adapter = find_adapter(model, kwargs)
         if adapter is not None:
             check_output_folder(config, adapter.folder)
-        model, tokenizer = load_named(
+        model, of_adapter = load_named(
             model,
             adapter,
             kwargs,
@@ -134,6 +138,9 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model is {type(model).__name__}; give a causal language model, or the name or path of one.")
     check_causal(model)
+    tokenizer = _tokenizer(model, config, of_adapter if processing_class is None else processing_class)
+    if config.added_tokens:
+        peft_config = add_tokens(model, tokenizer, config.added_tokens, peft_config)
     if peft_config is not None:
         model = add_adapter(model, peft_config, revision=(mapping(config.model_init_kwargs) or {}).get("revision"))
     return model, tokenizer
@@ -153,7 +160,7 @@ def check_output_folder(config: GRPOConfig, adapter: Path) -> None:
         )
 
 
-def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
+def _tokenizer(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
     """The tokenizer that was given, or the model's own, with the chat template that the configuration names."""
     if processing_class is None:
         processing_class = load_tokenizer(
