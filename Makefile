@@ -23,8 +23,9 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 quickstart: $(VENV)/.installed
 	$(BIN)/grupo train
 
+# Two processes, each with one thread (tests/conftest.py); a file's tests share what they have trained.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests examples benchmarks

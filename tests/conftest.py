@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
+import torch
+
+# Tiny models gain nothing from more threads, and the threads of two test processes on two cores wait for each other.
+# The processes that tests start inherit the variable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -26,8 +26,9 @@ from tiny_trainer import weights
 
 PHASES = ("rollout", "backward", "checkpoint")
 SETTINGS: dict[str, Any] = {
-    "num_iterations": 2, "logging_steps": 3, "log_completions": True, "num_completions_to_print": 1, "beta": 0.05,
-    "eval_strategy": "steps", "eval_steps": 4, "save_steps": 1, "save_total_limit": 2, "optim": "adamw_torch",
+    "max_steps": 6, "num_iterations": 2, "logging_steps": 3, "log_completions": True, "num_completions_to_print": 1,
+    "eval_strategy": "steps", "eval_steps": 3, "save_steps": 1, "save_total_limit": 2, "optim": "adamw_torch",
+    "beta": 0.05,
 }  # fmt: skip
 
 

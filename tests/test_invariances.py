@@ -52,7 +52,7 @@ def cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GRPOTrainer, "_longest_row", lambda trainer: None)
 
 
-SPLITS = ((16, 1), (8, 2), (4, 4), (2, 8))
+SPLITS = ((16, 1), (8, 2), (2, 8))
 
 # Two passes over one rollout: at the second step the ratio is not 1 any more.
 OFF_POLICY = {"num_iterations": 2, "max_steps": 2}
@@ -87,7 +87,7 @@ def splits_of(folder: Path, dtype: torch.dtype, splits: Any = SPLITS, **settings
 def test_the_number_of_micro_batches_changes_nothing(
     tmp_path: Path, loss_type: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """1, 2, 4, 8 micro-batches (TRL #3021, #5619; ms-swift #10117), on-policy and off-policy."""
+    """1, 2 and 8 micro-batches (TRL #3021, #5619; ms-swift #10117), on-policy and off-policy."""
     whole, *cut = splits_of(tmp_path, dtype, loss_type=loss_type, **OFF_POLICY, **options)
     assert whole[1].metrics["ratio/mean"] != pytest.approx(1.0, abs=1e-4), "the second step is off-policy"
     for steps in cut:
@@ -203,7 +203,7 @@ def test_tokens_at_the_entropy_threshold_do_not_depend_on_the_cut(tmp_path: Path
     trainer.train()
     samples = spy.steps[0].samples
     tokens = sum(len(sample.completion_ids) for sample in samples)
-    for rank in range(1, tokens - 1, 2):
+    for rank in range(1, tokens - 1, 4):  # each group's four first tokens, which are equal, are met once
         spy.update.top_entropy_quantile = 1 - rank / (tokens - 1)
         whole, *cut = (step_of(trainer, samples, rows_per_batch=rows) for rows in (16, 8, 2))
         for step in cut:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 KILLS = 10
-TIMEOUT = 300
+TIMEOUT = 400
 """Seconds; about 30 when nothing else runs."""
 
 
