@@ -218,7 +218,7 @@ def test_the_gold_column_is_part_of_the_signature_and_pickles(factory: Any) -> N
 
 
 def test_golds_are_needed_for_each_completion() -> None:
-    with pytest.raises(RewardError, match="1 gold answers in 'answer' for 2 completions"):
+    with pytest.raises(RewardError, match="1 gold answer in 'answer' for 2 completions"):
         number_match()(["5", "6"], answer=[5])
 
 

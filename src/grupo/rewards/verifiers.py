@@ -127,8 +127,8 @@ class JudgedByGold(ABC):
         golds = columns[self.gold_column]
         if len(golds) != len(completions):
             raise RewardError(
-                f"{self.__name__} got {len(golds)} gold answers in '{self.gold_column}' for {len(completions)} "
-                "completions; it needs one for each."
+                f"{self.__name__} got {counted(len(golds), 'gold answer')} in '{self.gold_column}' for "
+                f"{counted(len(completions), 'completion')}; it needs one for each."
             )
         return completion_texts(completions), golds
 
