@@ -1,8 +1,9 @@
 """A published script for Unsloth and TRL, with its import lines, its model and the source of its data changed.
 
-    python examples/unsloth_script.py        250 steps of SmolLM2-135M in 4 bits on invented word problems, into outputs/
+    python examples/unsloth_script.py [MODEL]     250 steps in 4 bits on invented word problems, into outputs/
 
-Each changed line has the original above it. Everything else is as it was published: what becomes of each argument
+By default MODEL is SmolLM2-135M as it is, which never writes the tags that are rewarded; `reasoning_format.yaml` makes
+one that sometimes does. Each changed line has the original above it. Everything else is as it was published: what becomes of each argument
 is in docs/unsloth.md.
 """
 # ruff: noqa: E501, I001, B905
@@ -11,6 +12,7 @@ is in docs/unsloth.md.
 from grupo import FastLanguageModel
 from datasets import Dataset
 import re
+import sys
 
 from grupo.data.tasks import make_task
 from grupo.models.default_model import default_model_path
@@ -18,7 +20,7 @@ from grupo.models.default_model import default_model_path
 # 1. Load 4-bit model with vLLM backend for fast group generation
 model, tokenizer = FastLanguageModel.from_pretrained(
     # was: model_name="unsloth/Llama-3.2-3B-Instruct",
-    model_name=default_model_path(),
+    model_name=sys.argv[1] if len(sys.argv) > 1 else default_model_path(),
     max_seq_length=1024,
     load_in_4bit=True,
     fast_inference=True,

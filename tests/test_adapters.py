@@ -17,10 +17,11 @@ from cases.harness import logs_of, make_trainer, snapshot, token_logprobs, train
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.models.adapters import find_adapter, is_blank, load_with_adapter, save_adapter
-from grupo.models.load import add_adapter
+from grupo.models.fresh_adapter import add_adapter
 from grupo.models.reference import BaseModel, ReferencePolicy
 from grupo.recipe import Recipe
 from grupo.records import Sample
+from grupo.runs.newest import newest_model
 from grupo.start import fresh_adapter, with_start
 from tiny import tiny_model, tiny_tokenizer
 
@@ -171,6 +172,48 @@ def test_adapters_that_are_no_function_of_a_layers_input_are_refused(config: Any
         make(tmp_path, get_peft_model(tiny_model(), config))
 
 
+WRONG_SETTINGS = {
+    "bias": ["yes", None, True],
+    "r": [0, -1, 2.5, "4", True],
+    "rank_pattern": [{"q_proj": 0}],
+    "lora_alpha": [0, -4, "16", float("nan"), None],
+    "alpha_pattern": [{"q_proj": -1}],
+    "lora_dropout": [-0.1, 1.0, "0.1", None],
+    "init_lora_weights": ["nope", "pissa_niter_x", "eva", "lora_ga", None, 1],
+    "use_dora": ["no"],
+    "modules_to_save": ["lm_head", ["nope"]],
+    "layers_to_transform": [[0, -1], ["0"], 7],
+    "target_modules": [["nope"], "((", 3],
+    "trainable_token_indices": [[128], {"embed_tokens": [-1]}, {"nope": [3]}],
+}
+
+
+def test_wrong_settings_leave_the_model_as_it_was() -> None:
+    """peft takes some of them without a word, and leaves its layers in the model at most others."""
+    model = tiny_model()
+    model.model.norm.weight.requires_grad_(False)
+
+    def state() -> Any:
+        modules = [(name, type(module), id(module)) for name, module in model.named_modules()]
+        flags = [(name, p.requires_grad, id(p), p.data_ptr()) for name, p in model.named_parameters()]
+        return modules, flags, sorted(vars(model))
+
+    before = state()
+    for setting, values in WRONG_SETTINGS.items():
+        for value in values:
+            with pytest.raises(ConfigError, match=f"{setting}|'nope'|cannot be added"):
+                add_adapter(model, lora(**{setting: value}))
+            assert state() == before, (setting, value)
+    torch.testing.assert_close(logits(model), logits(tiny_model()))
+    with pytest.raises(ConfigError, match="bias='yes'"):
+        GRPOTrainer("no such model", varied, peft_config=lora(bias="yes"), train_dataset=[{"prompt": "a"}])
+
+
+def test_modules_that_are_not_there_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    add_adapter(tiny_model(), lora(target_modules=["q_proj", "qproj"]))
+    assert "target_modules names 'qproj', which this model does not have" in caplog.text
+
+
 # ---- added tokens ----------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +249,40 @@ def test_a_prompt_with_a_token_that_the_base_model_lacks(base: Path, tmp_path: P
     again = make_trainer(tmp_path / "next", varied, rows, model=str(tmp_path / "run"), tokenizer=None)
     assert [row.token_ids for row in again.train_rows] == [row.token_ids for row in trainer.train_rows]
     assert 129 in again.train_rows[0].token_ids
+
+
+def test_new_embeddings_that_nothing_trains_are_told(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, (config, told) in enumerate(
+        [(lora(), True), (lora(trainable_token_indices=[128, 129]), False),
+         (lora(modules_to_save=["embed_tokens", "lm_head"]), False)]
+    ):  # fmt: skip
+        caplog.clear()
+        model, tokenizer = with_tokens(base, rows=130, tokens=130)
+        make(tmp_path / str(number), model, tokenizer=tokenizer, peft_config=config)
+        assert ("embeddings of 2 tokens are new, and nothing trains them" in caplog.text) == told
+
+
+def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: Path, caplog: Any) -> None:
+    """More tokens than the spare rows of the base model; one that it has; and those of an adapter that goes on."""
+    added = [f"<t{letter}>" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"]
+    trainer = make(tmp_path / "run", base, tokenizer=None, added_tokens=["a", *added], peft_config=lora())
+    assert "the tokenizer has 'a' already" in caplog.text
+    assert trainer.vocabulary_size == len(trainer.tokenizer) > 128
+    assert len(trainer.model.peft_config["default"].trainable_token_indices["lm_head"]) == len(added)
+    train(trainer)
+    trainer.save_model(str(tmp_path / "run"))
+    again = make(tmp_path / "next", tmp_path / "run", tokenizer=None, added_tokens=added)
+    torch.testing.assert_close(logits(again.model), logits(trainer.model))
+    with pytest.raises(ConfigError, match="made without"):
+        make(tmp_path / "other", adapter, tokenizer=None, added_tokens=added)
+    with pytest.raises(ConfigError, match="can train single rows"):
+        make(
+            tmp_path / "other", base, tokenizer=None, added_tokens=added, peft_config=lora(trainable_token_indices=[3])
+        )
+    whole = make(tmp_path / "whole", base, tokenizer=None, added_tokens=added)
+    assert whole.vocabulary_size == len(whole.tokenizer) and not hasattr(whole.model, "peft_config")
 
 
 # ---- the reference policy --------------------------------------------------------------------------------------------
@@ -274,11 +351,11 @@ def test_a_reference_without_effect_or_with_two_is_refused(tmp_path: Path) -> No
 
 
 def test_training_that_changes_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make(tmp_path, None, peft_config=lora(), learning_rate=0.0, max_steps=2)
+    trainer = make(tmp_path, None, peft_config=lora(), learning_rate=0.0)
     before = snapshot(trainer.model)
     train(trainer)
     assert unchanged(trainer.model, before) and is_blank(trainer.model)
-    assert "2 optimizer steps changed none of the 8 trainable parameters: learning_rate is 0" in caplog.text
+    assert "1 optimizer step changed none of the 8 trainable parameters: learning_rate is 0" in caplog.text
     caplog.clear()
     dead = make_trainer(tmp_path / "dead", lambda completions, **_: [1.0] * len(completions), peft_config=lora())
     train(dead)
@@ -316,6 +393,66 @@ def test_a_model_is_no_adapter(base: Path, tmp_path: Path) -> None:
     assert find_adapter(str(tmp_path / "nothing")) is None
 
 
+# ---- the newest model of a run ---------------------------------------------------------------------------------------
+
+
+def went_on(base: Path, folder: Path, peft_config: Any) -> GRPOTrainer:
+    """A run of one step that saved its model, was resumed, and was killed behind the second step."""
+    settings = {"peft_config": peft_config, "save_strategy": "steps", "save_steps": 1}
+    first = make(folder, str(base), max_steps=1, **settings)
+    first.train()
+    first.save_model()
+    again = make(folder, str(base), max_steps=2, lr_scheduler_type="constant", **settings)
+    again.train(resume_from_checkpoint=True, accept_changes=["steps", "lr_scheduler_type"])
+    return again
+
+
+@pytest.mark.parametrize("peft_config", [lora(), None])
+def test_a_run_that_went_on_behind_its_saved_model_is_taken_up_at_its_newest_checkpoint(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, peft_config: Any
+) -> None:
+    run, newest = tmp_path / "run", tmp_path / "run" / "checkpoint-2"
+    resumed = went_on(base, run, peft_config)
+    next_one = make(tmp_path / "next", str(run), tokenizer=None)
+    torch.testing.assert_close(logits(next_one.model), logits(resumed.model))
+    assert next_one.model_argument == str(newest)
+    assert f"{run}: the model in it is older (step 1); its newest checkpoint, checkpoint-2, is taken." in caplog.text
+    assert with_start(Recipe(task="times-tables", model=str(run))).model == str(newest)
+    resumed.save_model()
+    assert newest_model(str(run)) == str(run)
+
+
+def test_what_is_newest_in_a_run(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, newest = tmp_path / "run", tmp_path / "run" / "checkpoint-2"
+    went_on(base, run, lora())
+    with pytest.raises(ConfigError, match="the folder of the adapter that training starts from"):
+        make(run, str(run), tokenizer=None)
+    edit(run / "manifest.json", model_step=None)
+    assert newest_model(str(run)) == str(run)
+    assert f"{run} has a model, nobody knows of which step, and checkpoint-2. The model is taken; name" in caplog.text
+    edit(run / "manifest.json", model_step=1)
+    (newest / "optimizer.pt").unlink()
+    assert newest_model(str(run)) == str(newest), "its model is whole"
+    (newest / "adapter_model.safetensors").write_bytes(b"cut")
+    assert newest_model(str(run)) == str(run)
+    assert "(step 1) is damaged (checkpoint-2: adapter_model.safetensors has 3 of" in caplog.text
+    (run / "adapter_model.safetensors").unlink()
+    assert newest_model(str(run)) == str(run / "checkpoint-1")
+    (run / "checkpoint-1" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no saved model and no checkpoint that is whole"):
+        make(tmp_path / "next", str(run))
+    assert newest_model("org/name") == "org/name" and newest_model(str(base)) == str(base)
+
+
+def test_a_model_of_what_was_cut_is_older_than_the_next_checkpoint(base: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    went_on(base, run, lora()).save_model()
+    settings = {"peft_config": lora(), "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    other = make(run, str(base), max_steps=2, **settings)
+    other.train(resume_from_checkpoint=str(run / "checkpoint-1"), accept_changes=["steps", "lr_scheduler_type"])
+    assert newest_model(str(run)) == str(run / "checkpoint-2")
+
+
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +482,6 @@ def test_a_recipe_goes_on_with_an_adapter_unless_it_asks_for_a_fresh_one(adapter
     bare = Recipe.model_validate({"task": "times-tables", "model": str(adapter)})
     assert bare.lora is not None and with_start(bare).lora is None
     asking = Recipe.model_validate({"task": "times-tables", "model": str(adapter), "lora": {"r": 4}})
-    assert with_start(asking) is asking
+    assert with_start(asking) == asking
     whole = Recipe.model_validate({"task": "times-tables", "model": str(adapter.parent / "base")})
-    assert with_start(whole) is whole
+    assert with_start(whole) == whole

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grupo
+import grupo.evaluation
 from grupo.cli import main
 from grupo.errors import RewardError
 from grupo.recipe import built_in_recipes, load_recipe
@@ -56,6 +57,7 @@ def arguments(model: Path, folder: Path, *settings: str) -> list[str]:
         f"model={model}",
         f"training.output_dir={folder}",
         "training.max_steps=2",
+        "training.eval_strategy=no",
         "training.per_device_train_batch_size=8",
         "training.gradient_accumulation_steps=1",
         "training.num_generations=4",
@@ -435,9 +437,34 @@ def test_a_resume_that_ends_before_the_checkpoint_is_loaded_keeps_the_trained_ad
     def ends(*args: Any, **kwargs: Any) -> None:
         raise reason
 
-    monkeypatch.setattr("grupo.train_command.evaluate_held_out", ends)
-    assert train(model, tmp_path, *settings, "training.max_steps=4", flags=("--resume",)) in (1, 130)
+    monkeypatch.setattr("grupo.evaluation.evaluate_held_out", ends)
+    changed = ("training.max_steps=4", "eval.samples_per_prompt=3")
+    assert train(model, tmp_path, *settings, *changed, flags=("--resume",)) in (1, 130)
     assert kept == {name: (tmp_path / name).read_bytes() for name in kept}
+
+
+def test_a_resumed_run_keeps_its_evaluation_before_training(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = (*LENGTH, "training.learning_rate=0.01", "training.save_strategy=steps", "training.save_steps=1")
+    assert train(model, tmp_path, *settings) == 0
+    before = (tmp_path / "eval_before.json").read_bytes()
+    summary = read_json(tmp_path / "summary.json")
+    evaluated = []
+    real = grupo.evaluation.evaluate_held_out
+    monkeypatch.setattr(
+        "grupo.evaluation.evaluate_held_out", lambda *given, **more: evaluated.append(more) or real(*given, **more)
+    )
+    assert train(model, tmp_path, *settings, "training.max_steps=3", flags=("--resume",)) == 0
+    assert len(evaluated) == 1, "the one after training"
+    assert (tmp_path / "eval_before.json").read_bytes() == before
+    assert read_json(tmp_path / "summary.json")["eval_before"] == summary["eval_before"]
+    assert "held-out mean reward before" in (tmp_path / "README.md").read_text()
+    assert train(model, tmp_path, *settings, "training.max_steps=4", "eval.enabled=false", flags=("--resume",)) == 0
+    assert read_json(tmp_path / "summary.json")["eval_before"] == summary["eval_before"]
+    more = (*settings, "training.max_steps=5", "eval.samples_per_prompt=3")
+    assert train(model, tmp_path, *more, flags=("--resume",)) == 0
+    assert len(evaluated) == 3 and "with other settings (samples_per_prompt), so it is made again" in caplog.text
 
 
 # ---- a dataset of one's own ------------------------------------------------------------------------------------------

@@ -55,6 +55,16 @@ def lines() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
+def test_a_bare_no_of_yaml_is_the_choice_no() -> None:
+    """And other truth values in the place of a text are named, with what YAML has made of them."""
+    with_no = [name for name, options in CHOICES.items() if "no" in options]
+    assert with_no == ["eval_strategy", "logging_strategy", "save_strategy"]
+    config = GRPOConfig("out", report_to=False, **dict.fromkeys(with_no, False))
+    assert [getattr(config, name).value for name in with_no] == ["no"] * 3 and config.report_to == []
+    for name in ("save_strategy", "loss_type", "run_name", "chat_template", "report_to"):
+        assert "put it in quotes" in refused(**{name: True}), name
+
+
 def refused(**keywords: Any) -> str:
     with pytest.raises(ConfigError) as refusal:
         GRPOConfig(**keywords)

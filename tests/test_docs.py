@@ -15,7 +15,7 @@ from grupo.config import GRPOConfig
 from grupo.data.tasks import TASKS, make_task
 from grupo.errors import ExportError
 from grupo.models.adapters import save_adapter
-from grupo.models.load import add_adapter
+from grupo.models.fresh_adapter import add_adapter
 from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec, load_recipe
 from grupo.rewards import FAULTS, RewardRunner, make_reward
 from grupo.sft_command import Phase

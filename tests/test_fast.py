@@ -23,6 +23,7 @@ from grupo.fast import arguments
 from grupo.fast.model import METHODS
 from grupo.models.asked import asked_of
 from grupo.models.quantized import is_4bit, is_8bit, quantized_layers
+from grupo.sampling_params import requested_sampling
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("bitsandbytes")
@@ -91,7 +92,7 @@ def test_precisions(folder, settings, kind, dtype):
     [
         ({"load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
         ({"load_in_8bit": True, "full_finetuning": True}, "exclude each other"),
-        ({"dtype": torch.int8}, "torch.bfloat16"),
+        ({"dtype": torch.int8}, "'bfloat16'"),
         ({"max_seq_length": 4096}, "512"),
         ({"max_seq_length": "long"}, "expected a number"),
         ({"device_map": "balanced"}, "one device"),
@@ -202,14 +203,18 @@ def test_the_same_again_is_no_change_and_another_is_refused(folder):
         ({"lora_alhpa": 3}, "docs/unsloth.md"),
         ({"modules_to_save": ["nope"]}, "no such module"),
         ({"layers_to_transform": [0, 7]}, r"\[7\]"),
-        ({"bias": "yes"}, "bias"),
+        ({"bias": "yes"}, "bias='yes'.*lora_only"),
+        ({"lora_dropout": -0.1}, "share"),
+        ({"target_modules": "all-linear", "layers_to_transform": [0]}, "layers_to_transform"),
         ({"random_state": None}, "whole number"),
     ],
 )
 def test_adapters_that_cannot_be(folder, settings, message):
     model, _ = load(folder)
+    before = [name for name, _ in model.named_modules()]
     with pytest.raises(ConfigError, match=message):
         FastLanguageModel.get_peft_model(model, **settings)
+    assert [name for name, _ in model.named_modules()] == before and not hasattr(model, "peft_config")
 
 
 def test_parts_of_the_model_by_kind(folder):
@@ -392,12 +397,44 @@ def test_sampling_parameters_of_vllm(folder):
         model.fast_generate("abc", _Foreign(presence_penalty=0.5))
 
 
+UNSUPPORTED = {
+    "logprobs": 1, "prompt_logprobs": 0, "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 3,
+    "ignore_eos": True, "bad_words": ["x"], "logit_bias": {3: 1.0}, "allowed_token_ids": [3], "watermarking": True,
+    "thinking_token_budget": 3, "logprob_token_ids": [3], "extra_args": {"a": 1},
+}  # fmt: skip
+ASKS_NOTHING = {**dict.fromkeys(UNSUPPORTED), "presence_penalty": 0.0, "min_tokens": 0, "ignore_eos": False,
+                "bad_words": [], "output_kind": 2, "flat_logprobs": True}  # fmt: skip
+
+
+def test_parameters_that_only_vllm_has():
+    for make in (lambda **given: SamplingParams(**given), lambda **given: requested_sampling(given)):
+        for name, value in UNSUPPORTED.items():
+            with pytest.raises(UnsupportedError, match=f"{name}=.*It has temperature.*Leave it out"):
+                make(**{name: value})
+        with pytest.raises(ConfigError, match=r"no sampling parameter 'temprature'\. Did you mean 'temperature'"):
+            make(temprature=0.5)
+    assert SamplingParams(seed=3, **ASKS_NOTHING) == SamplingParams(seed=3)
+    assert requested_sampling({"seed": 3, **ASKS_NOTHING}) == requested_sampling(SamplingParams(seed=3))
+
+
 def test_real_parameters_of_vllm(folder):
     vllm = pytest.importorskip("vllm")
+    usual = vllm.SamplingParams()
+    public = {name: getattr(usual, name) for name in usual.__struct_fields__ if not name.startswith("_")}
+    assert requested_sampling(usual) == requested_sampling({}) and SamplingParams(**public).stop == []
+    for name, value in UNSUPPORTED.items():
+        with pytest.raises(UnsupportedError, match=f"{name}="):
+            requested_sampling(vllm.SamplingParams(**{name: value}))
+    set_here = {"min_p": 0.1, "seed": 3, "max_tokens": 8, "stop": ["x"], "top_k": -1, "temperature": 0.7, "n": 2}
+    theirs, ours = vllm.SamplingParams(**set_here), SamplingParams(**set_here)
     model, _ = adapted(folder)
-    theirs = vllm.SamplingParams(min_p=0.1, seed=3, max_tokens=8, stop=["x"])
-    assert model.fast_generate("abc", theirs) == model.fast_generate("abc", SamplingParams(
-        min_p=0.1, seed=3, max_tokens=8, stop=["x"]))  # fmt: skip
+    assert model.fast_generate("abc", theirs) == model.fast_generate("abc", ours)
+    configs = [
+        GRPOConfig("unused", use_cpu=True, vllm_sampling_params=params, num_generations=2, max_completion_length=8)
+        for params in (theirs, ours)
+    ]
+    assert {config.sampling_spec() for config in configs} == {configs[0].sampling_spec()}
+    assert (configs[0].temperature, configs[0].min_p, configs[0].stop_texts) == (0.7, 0.1, ("x",))
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ PACKAGE = Path(grupo.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["check_command", "export_command", "sft_command", "train_command"],
+    ["check_command", "evaluation", "export_command", "sft_command", "train_command"],
     ["console", "fast", "sft", "start", "trainer"],
     ["resumable"],
     ["hub_trainer", "trainer_parts"],

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from grupo.cli import main
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.models.decoding import decoding_copy
-from grupo.models.load import add_adapter, check_trainable
+from grupo.models.fresh_adapter import add_adapter
+from grupo.models.load import check_trainable
 from grupo.models.lora import lora_added_in_place
 from grupo.models.memory import activations_in_host_memory
 from grupo.models.quantized import (

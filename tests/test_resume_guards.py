@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.machinery
 import json
 import sys
@@ -16,8 +15,11 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from grupo import GRPOConfig, GRPOTrainer
+from grupo.config_fields import FIELD_ROWS, Treatment
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.runs.same_run import ACCEPTABLE, FREE
+from grupo.runs.same_run import ACCEPTABLE, FIXED, FREE, WATCHED, names_of_changes
+from grupo.step_plan import StepPlan
+from grupo.trainer_parts import compared_settings
 from tiny import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"say {index}"} for index in range(8)]
@@ -157,6 +159,7 @@ def test_what_a_checkpoint_depends_on_cannot_change(changed, said, tmp_path):
         ({"rewards": times(1)}, {"rewards": times(2)}, "rewards"),
         ({}, {"reward_weights": [2.0]}, "reward_weights"),
         ({}, {"max_grad_norm": 0.5}, "max_grad_norm"),
+        ({}, {"generation_kwargs": {"top_p": 0.8}}, "top_p"),
     ],
 )
 def test_what_makes_it_another_run_is_accepted_by_name(before, changed, name, tmp_path, caplog):
@@ -164,7 +167,7 @@ def test_what_makes_it_another_run_is_accepted_by_name(before, changed, name, tm
     settings = {"max_steps": 3, **before, **changed}
     with pytest.raises(ConfigError, match=rf"{name} was .* and is .*accept_changes=\['{name}'\]"):
         make(tmp_path, **settings).train(resume_from_checkpoint=True)
-    make(tmp_path, **settings).train(resume_from_checkpoint=True, accept_changes=[name])
+    make(tmp_path, **settings).train(resume_from_checkpoint=True, accept_changes=name)
     assert f"From here on the run is another one, as asked for: {name} was" in caplog.text
     # What comes after is that other run.
     make(tmp_path, **settings).train(resume_from_checkpoint=True)
@@ -172,8 +175,14 @@ def test_what_makes_it_another_run_is_accepted_by_name(before, changed, name, tm
 
 def test_a_misspelt_change_is_not_taken_for_one(tmp_path):
     make(tmp_path, max_steps=1).train()
-    with pytest.raises(ConfigError, match=r"'reward', which cannot change within a run\. Did you mean 'rewards'"):
-        make(tmp_path).train(resume_from_checkpoint=True, accept_changes=["reward"])
+    for accepted, said in (
+        (["reward"], r"'reward', which cannot change within a run\. Did you mean 'rewards'"),
+        (["save_steps"], "save_steps, which may change in any case: leave it out"),
+        (True, r"accept_changes=True: expected the names of settings, as in accept_changes=\['steps'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make(tmp_path).train(resume_from_checkpoint=True, accept_changes=accepted)
+    assert names_of_changes("steps, rewards,") == ["steps", "rewards"]
 
 
 def test_what_changes_no_number_needs_no_word(tmp_path):
@@ -189,11 +198,29 @@ def test_what_changes_no_number_needs_no_word(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
 
 
-def test_every_setting_is_compared_or_left_out_on_purpose():
-    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
-    assert fields >= FREE and fields | {"steps", "rewards"} >= ACCEPTABLE
-    # A free field with a compared entry of its name is compared as resolved.
-    assert {"reward_weights"} == FREE & ACCEPTABLE
+def test_every_setting_is_free_asked_for_or_fixed():
+    """Who adds a field says in `same_run` what becomes of it when a run is resumed."""
+    honoured = {name for name, row in FIELD_ROWS.items() if row.treatment is Treatment.HONOURED}
+    assert honoured | {"steps", "rewards", "stop"} == FREE | ACCEPTABLE | FIXED
+    # A free field with a compared entry of its name is compared as resolved, or where something depends on it.
+    assert WATCHED | {"reward_weights"} == FREE & ACCEPTABLE
+    assert not FIXED & (FREE | ACCEPTABLE)
+
+
+def test_settings_of_evaluations_are_compared_where_the_learning_rate_follows_them(tmp_path):
+    watching = {
+        "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "reward", "eval_strategy": "steps",
+        "eval_steps": 2,
+    }  # fmt: skip
+    for settings in (watching, {**watching, "lr_scheduler_type": "constant"}):
+        config = GRPOConfig(str(tmp_path), report_to=[], **settings)
+        compared = compared_settings(config, StepPlan.from_config(config, num_prompts=8))
+        assert WATCHED & compared.keys() == (WATCHED if settings is watching else set())
+
+
+def test_the_same_sampling_by_another_field_is_the_same_run(tmp_path):
+    make(tmp_path, max_steps=1, top_p=0.9).train()
+    make(tmp_path, generation_kwargs={"top_p": 0.9}, max_steps=2).train(resume_from_checkpoint=True)
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path):

@@ -140,7 +140,7 @@ def test_errors_of_rewards_and_of_the_scoring_are_what_they_were(tmp_path: Path)
     async def too_few(**columns: Any) -> list[float]:
         return [0.0]
 
-    with pytest.raises(RewardError, match="returned 1 rewards for 16 completions"):
+    with pytest.raises(RewardError, match="returned 1 reward for 16 completions"):
         make_trainer(tmp_path / "too few", reward_funcs=too_few, beta=0.1).train()
 
     async def stuck(**columns: Any) -> list[float]:

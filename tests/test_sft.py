@@ -233,6 +233,7 @@ def run(command: str, model: Path | str, folder: Path, *settings: str, flags: tu
         "training.beta=0.1",
         "training.save_strategy=steps",
         "training.save_steps=1",
+        "sft.training.save_strategy=no",
         f"sft.answer='{FORM}'",
         "sft.rows=16",
         "sft.training.learning_rate=0.05",
@@ -334,6 +335,47 @@ def test_a_whole_model_can_be_shown_answers_too(model: Path, tmp_path: Path) -> 
         load_file(folder / "model.safetensors")["lm_head.weight"] for folder in (model, tmp_path / "sft", tmp_path)
     )
     assert not torch.equal(start, shown_to) and not torch.equal(shown_to, trained)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_added_tokens_are_learned_saved_resumed_and_merged(tied: bool, tmp_path: Path) -> None:
+    import shutil
+
+    base, folder = tmp_path / "base", tmp_path / "run"
+    size = len(tiny_tokenizer())
+    tiny_model(tied=tied, vocab_size=size).save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    settings = ("training.added_tokens=['<think>', '</think>']", "sft.answer='<think></think>[{answer}]'")
+    assert run("train", base, folder, *settings) == 0
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("<think></think>")["input_ids"]
+    assert ids == [size, size + 1] and tokenizer.decode(ids, skip_special_tokens=True) == "<think></think>"
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (folder / "sft", folder))
+    rows = [name for name in after if "trainable_tokens" in name]
+    assert [after[name].shape for name in rows] == [(2, 32)] * 2, "of embeddings and head"
+    assert torch.equal(*(after[name] for name in rows)) == tied
+    assert all((before[name] != after[name]).any(-1).all() for name in rows), "GRPO went on with what SFT had begun"
+
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    shutil.rmtree(broken / "checkpoint-2")
+    assert run("train", base, broken, *settings, flags=("--resume",)) == 0
+    resumed = load_file(broken / "adapter_model.safetensors")
+    assert after.keys() == resumed.keys() and all(torch.equal(after[name], resumed[name]) for name in after)
+
+    assert main(["export", str(folder), "--to", "merged", "--output", str(tmp_path / "merged")]) == 0
+    shown_ids = torch.tensor([[*range(4, 40), *ids]])
+    adapted = AutoPeftModelForCausalLM.from_pretrained(folder)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        wanted = adapted.eval()(shown_ids).logits
+        torch.testing.assert_close(merged(shown_ids).logits, wanted, rtol=0, atol=1e-4)
+        by_peft = adapted.merge_and_unload()(shown_ids).logits
+    torch.testing.assert_close(by_peft, wanted, rtol=0, atol=1e-4)
+    assert merged.config.tie_word_embeddings == tied and AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab()[
+        "<think>"
+    ] == size  # fmt: skip
 
 
 def test_demonstrations_of_their_own_and_a_dry_run(model: Path, tmp_path: Path, capsys: Any) -> None:

@@ -557,6 +557,26 @@ def test_the_token_budget_changes_no_gradient(tmp_path, monkeypatch, packed, los
     assert len(passes) == 4, "each budget cuts the step in another way"
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_a_batch_of_one_is_room_for_one_of_the_longest_rows(tmp_path, monkeypatch, packed):
+    whole = run(tmp_path / "whole", max_completion_length=40)
+    trainer = make_trainer(
+        tmp_path / "one", max_completion_length=40, per_device_train_batch_size=1, gradient_accumulation_steps=16
+    )
+    trainer.policy_update.scorer.shares_prompts = packed
+    room = max(len(row.token_ids) for row in trainer.train_rows) + 40
+    spy = Spy(trainer)
+    with monkeypatch.context() as patch:
+        batches = recorded_batches(patch)
+        trainer.train()
+    batches = batches[1:]  # the first checks packed rows against padded ones
+    rows = [len(batch.lengths) for batch in batches]
+    assert all(batch.input_ids.numel() <= room for batch in batches)
+    assert max(rows) > 1 if packed else set(rows) == {1}
+    for step, wanted in zip(spy.steps, whole, strict=True):
+        assert distance(step.gradients, wanted.gradients) < 1e-5
+
+
 def test_gradients_of_the_trainer_are_those_of_padded_rows(tmp_path):
     """The whole step, with everything that is scored: policy, old policy, reference and entropy threshold."""
     options = {"num_iterations": 2, "max_steps": 2, "beta": 0.1, "top_entropy_quantile": 0.6, "entropy_coef": 0.05}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import two_ranks_worker
 from grupo.cli import main
@@ -307,3 +308,36 @@ def test_the_command_line_speaks_once_and_shares_the_evaluation(tmp_path: Path, 
         assert [group["prompt"] for group in shared["groups"]] == [group["prompt"] for group in alone["groups"]]
         if when == "before":
             assert shared == alone
+
+
+def test_the_supervised_phase_is_that_of_one_process(tmp_path: Path) -> None:
+    """On the same demonstrations in the same order, where they fill the batches of both processes."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+
+    def arguments(folder: str, batch: int) -> list[str]:
+        settings = (
+            f"model={tmp_path / 'model'}", f"training.output_dir={tmp_path / folder}", "training.use_cpu=true",
+            "sft.answer='=[{answer}]'", "sft.rows=20", "sft.training.max_steps=2",
+            "sft.training.learning_rate=0.01",
+            f"sft.training.per_device_train_batch_size={batch}",
+        )  # fmt: skip
+        return ["sft", *(part for setting in settings for part in ("--set", setting))]
+
+    logs = tmp_path / "logs"
+    subprocess.run(
+        [*LAUNCH, "--log-dir", str(logs), "--redirects", "3", "-m", "grupo.cli", *arguments("shared", 4)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        check=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    said = {path.parent.name: path.read_text() for path in logs.rglob("stdout.log")}
+    assert "20 demonstrations, 2 optimizer steps" in said["0"] and said["1"] == ""
+    assert "each epoch repeats 4 of them" in said["0"]
+    assert main(arguments("alone", 8)) == 0
+    weights: list[Any] = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("shared", "alone")]
+    assert distance(*weights) < 1e-4
+    losses = [
+        [json.loads(line).get("loss", 0.0) for line in (tmp_path / name / "sft.jsonl").read_text().splitlines()]
+        for name in ("shared", "alone")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

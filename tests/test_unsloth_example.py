@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import grupo
+from grupo.recipe import load_recipe
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("bitsandbytes")
@@ -32,7 +34,6 @@ def test_the_script_runs(tmp_path):
     script = PATH.read_text(encoding="utf-8")
     # Its prompts are longer than 256 of the tiny tokenizer's letters.
     for old, new in (
-        ("default_model_path(),", f"{str(tmp_path / 'model')!r},"),
         ("max_steps=250", f"max_steps={STEPS}, logging_steps=1, report_to=[]"),
         ("max_prompt_length=256", "max_prompt_length=600"),
     ):
@@ -40,7 +41,7 @@ def test_the_script_runs(tmp_path):
         script = script.replace(old, new)
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
     result = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [sys.executable, "script.py", "model"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(Path(grupo.__file__).parents[1])},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -62,3 +63,19 @@ def test_the_script_runs(tmp_path):
     ]
     groups = (tmp_path / "outputs" / "completions.jsonl").read_text().splitlines()
     assert [len(json.loads(group)["completions"]) for group in groups] == [8] * STEPS
+
+
+def test_the_demonstrations_have_the_form_that_the_script_rewards():
+    recipe = load_recipe(str(PATH.parent / "reasoning_format.yaml"))
+    script = PATH.read_text(encoding="utf-8")
+    parts: dict[str, Any] = {"re": re}
+    exec(script[script.index("SYSTEM_PROMPT =") : script.index("# 4.")], parts)
+    exec(script[script.index("def extract_xml") : script.index("# was: from trl")], parts)
+    assert recipe.dataset.system == parts["SYSTEM_PROMPT"]
+    lines = (PATH.parents[1] / recipe.dataset.path).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    shown = [[{"role": "assistant", "content": row["completion"]}] for row in rows]
+    golds = [row["completion"].split("<answer>\n")[1].split("\n")[0] for row in rows]
+    assert len(rows) == 120 and set(parts["strict_format_reward"](shown)) == {0.5}
+    assert min(parts["xmlcount_reward"](shown)) > 0.49 and set(parts["int_reward"](shown)) == {0.5}
+    assert set(parts["correctness_reward"](None, shown, golds)) == {2.0}

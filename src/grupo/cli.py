@@ -152,10 +152,11 @@ def _train(options: argparse.Namespace) -> int:
 
     if options.resume and not any(text.partition("=")[0].strip() == OUTPUT for text in options.overrides):
         _check_place(options.recipe, recipe.training.get("output_dir"))
-    accepted = [name.strip() for name in options.accept_changes.split(",") if name.strip()]
-    if accepted and not options.resume:
+    if options.accept_changes and not options.resume:
         raise ConfigError("--accept-changes is about what differs from a checkpoint: it needs --resume.")
-    return train(recipe, Console(), resume=options.resume, accept_changes=accepted, dry_run=options.dry_run)
+    return train(
+        recipe, Console(), resume=options.resume, accept_changes=options.accept_changes, dry_run=options.dry_run
+    )
 
 
 def _check_place(recipe: str | None, output_dir: str | None) -> None:

@@ -136,6 +136,9 @@ class GRPOConfig(TrainingArguments):
     chat_template: str | None = None
     """Ready-made chat template by its name ("chatml", "llama-3", "gemma", "mistral", "plain"), or the text of one in
     Jinja; None: the tokenizer's own."""
+    added_tokens: list[str] | None = None
+    """Texts that become one token each, visible in completions, where the tokenizer does not have them yet. An adapter
+    trains their embeddings, in the head too."""
     chat_template_kwargs: dict[str, Any] | str | None = None
     """Keywords of the chat template; a dict, or JSON text."""
     repetition_penalty: float = 1.0
@@ -319,11 +322,11 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._normalise()
         config_values.check_choices(self)
-        check_template_name(self.chat_template)
         rules.check_treatments(self)
         rules.check_launcher()
         plain_types = config_values.plain_types(type(self))
         config_values.check_types(self, plain_types)
+        check_template_name(self.chat_template)
         config_values.check_ranges(self, plain_types)
         rules.check_reward_weights(self.reward_weights)
         rules.check_effects(self)
@@ -392,6 +395,7 @@ class GRPOConfig(TrainingArguments):
         if "_explicit_fields" not in self.__dict__:  # a dataclass derived from this one has its own __init__
             defaults = rules.defaults_of(type(self))
             self._explicit_fields = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
+        vars(self).update(config_values.no_as_text(vars(self)))
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
         weights: Any = self.reward_weights

@@ -59,6 +59,7 @@ _CHECKPOINTING = "one setting under two names; on unless it is set"
 
 GRUPO_ROWS: dict[str, FieldRow] = {
     "chat_template": _honoured("ready-made template by name, or the text of one; set on the tokenizer, saved with it"),
+    "added_tokens": _honoured("texts that become one token each, with embeddings that are trained; see adapters.md"),
     "max_prompt_length": _honoured("longest prompt in tokens; None: every prompt must fit beside a completion"),
     "overlong_prompts": _honoured("filter, refuse or truncate_left prompts above max_prompt_length"),
     "max_failed_reward_share": _honoured("share of failed rewards in a rollout above which the run stops"),
@@ -164,7 +165,9 @@ TRL_ROWS: dict[str, FieldRow] = {
 
 TRANSFORMERS_ROWS: dict[str, FieldRow] = {
     "output_dir": _honoured("folder of the run"),
-    "per_device_train_batch_size": _honoured("completions per device in one forward pass"),
+    "per_device_train_batch_size": _honoured(
+        "completions per device; a forward pass has room for so many of the longest ones"
+    ),
     "num_train_epochs": _AS_IN_TRANSFORMERS,
     "max_steps": _honoured("optimizer steps; -1: by epochs"),
     "learning_rate": _AS_IN_TRANSFORMERS,

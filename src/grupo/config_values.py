@@ -42,9 +42,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "hub_strategy": tuple(name.value for name in HubStrategy),
 }
 
+_NO = {**{name: "no" for name, options in CHOICES.items() if "no" in options}, "report_to": "none", "debug": ""}
+
+QUOTES = " In YAML, yes, no, on and off are read as True and False: where text is meant, put it in quotes."
 _MAX_LISTED = 12
 
 _TYPE_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
+
+
+def no_as_text(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The fields with a choice "no" or "none", where YAML has read a bare `no` or `off` as False."""
+    return {name: _NO[name] for name, value in fields.items() if value is False and name in _NO}
 
 
 def check_choices(config: GRPOConfig) -> None:
@@ -55,11 +63,16 @@ def check_choices(config: GRPOConfig) -> None:
 def check_choice(name: str, value: Any, options: Collection[str]) -> None:
     if isinstance(value, str) and value in options:
         return
+    if isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is not one of {_listed(options)}.{QUOTES}")
     hint = nearest(value, options)
     if hint and len(options) > _MAX_LISTED:
         raise ConfigError(f"{name}={value!r} is not an option of transformers.{hint}")
-    listed = ", ".join(repr(option) for option in options)
-    raise ConfigError(f"{name}={value!r} is not one of {listed}.{hint}")
+    raise ConfigError(f"{name}={value!r} is not one of {_listed(options)}.{hint}")
+
+
+def _listed(options: Collection[str]) -> str:
+    return ", ".join(repr(option) for option in options)
 
 
 def plain_types(config_class: type[GRPOConfig]) -> dict[str, tuple[type, ...]]:
@@ -83,7 +96,8 @@ def check_types(config: GRPOConfig, plain_types: Mapping[str, tuple[type, ...]])
         if allowed is None or any(_has_type(value, one) for one in allowed):
             continue
         words = " or ".join(_TYPE_WORDS[one] for one in allowed)
-        raise ConfigError(f"{field.name}={value!r}: expected {words}.{_type_hint(value)}")
+        hint = QUOTES if isinstance(value, bool) and str in allowed else _type_hint(value)
+        raise ConfigError(f"{field.name}={value!r}: expected {words}.{hint}")
 
 
 def _has_type(value: Any, wanted: type) -> bool:

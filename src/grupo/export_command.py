@@ -71,9 +71,6 @@ def export(run: str, to: str, options: ExportOptions) -> int:
         print(push(_folder_to_push(run), options.repo, **more))
         return 0
     source = find_source(run)
-    if source.folder != source.run and source.folder.resolve() != Path(run).resolve():
-        why = "is older" if (source.run / "summary.json").is_file() else "does not exist"
-        print(f"{run}: the model in it {why}; this is its newest checkpoint, {source.folder.name}")
     if to == "adapter":
         _copy_adapter(source, _output(run, options.output, "adapter"))
         return 0

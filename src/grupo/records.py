@@ -201,3 +201,24 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
     for position, rollout in enumerate(rollouts):
         positions.setdefault(rollout.prompt.id, []).append(position)
     return positions
+
+
+def group_record(group: Group, reward_names: Sequence[str]) -> dict[str, Any]:
+    """A group as people and other programs read it."""
+    return {
+        "prompt_id": group.prompt.id,
+        "row": group.prompt.row,
+        "prompt": group.prompt.content,
+        "completions": [
+            {
+                "text": rollout.completion.text,
+                "tokens": len(rollout.completion.token_ids),
+                "finish_reason": rollout.completion.finish_reason.value,
+                "rewards": dict(zip(reward_names, rollout.scores, strict=True)),
+                "statuses": {name: status.value for name, status in zip(reward_names, rollout.statuses, strict=True)},
+                "reward": reward,
+                "advantage": advantage,
+            }
+            for rollout, reward, advantage in zip(group.rollouts, group.rewards, group.advantages, strict=True)
+        ],
+    }

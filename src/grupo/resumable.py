@@ -18,6 +18,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from grupo.errors import ConfigError
 from grupo.hub_trainer import HubTrainer
+from grupo.names import counted
 from grupo.runs.checkpoint import (
     damage,
     numbers_of_checkpoints,
@@ -185,8 +186,16 @@ class ResumableTrainer(HubTrainer):
         self._last_checkpoint = target
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
+            # It may have copied this checkpoint's model into the folder, or an earlier push that of an earlier one.
+            self.run_folder.model_is_saved(self.state.global_step - 1)
         if self.args.should_save:
             rotate_checkpoints(str(folder), self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in the base class; the manifest of a run says of which step the model in its folder is."""
+        super().save_model(output_dir, _internal_call)
+        if Path(output_dir or str(self.args.output_dir)).resolve() == self.run_folder.path.resolve():
+            self.run_folder.model_is_saved(self.state.global_step)
 
     def _best_checkpoint(self, folder: Path, coming: Path | None = None) -> str | None:
         """The checkpoint of the best evaluation, which is there or `coming`."""
@@ -222,7 +231,9 @@ class ResumableTrainer(HubTrainer):
 
     # ---- resuming --------------------------------------------------------------------------------------------------
 
-    def checkpoint_to_resume(self, wanted: str | bool | None, *, accept_changes: Sequence[str] = ()) -> str | None:
+    def checkpoint_to_resume(
+        self, wanted: str | bool | None, *, accept_changes: str | Sequence[str] = ()
+    ) -> str | None:
         """The checkpoint that a run goes on from, checked; None for a fresh run.
 
         Args:
@@ -243,7 +254,7 @@ class ResumableTrainer(HubTrainer):
             raise ConfigError(f"The checkpoint {folder} has weights alone: it was made with save_only_model=True.")
         if marker["world_size"] != self.args.world_size:
             raise ConfigError(
-                f"The checkpoint {folder} was written by {marker['world_size']} processes, and this run has "
+                f"The checkpoint {folder} was written by {counted(marker['world_size'], 'process')}, and this run has "
                 f"{self.args.world_size}: each process goes on with its own completions. Start it with "
                 f"{marker['world_size']}."
             )

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.names import nearest
 
 
-@dataclass
+@dataclass(init=False)
 class SamplingParams:
     """How completions are drawn, under vLLM's names and defaults, for scripts that would import it from there.
 
-    What is here can be set; the in-process engine has no other of vLLM's parameters.
+    What is here can be set, by name. The in-process engine has no other of vLLM's parameters: they may be there, with
+    the values that ask for nothing.
+
+    Raises:
+        UnsupportedError: another of vLLM's parameters is set.
+        ConfigError: there is no such parameter.
     """
 
     n: int = 1
@@ -44,6 +49,12 @@ class SamplingParams:
     detokenize: bool = True
     """Without effect: there is always a text."""
 
+    def __init__(self, **settings: Any) -> None:
+        names = [field.name for field in fields(self)]
+        _check_others({name: value for name, value in settings.items() if name not in names})
+        for name in names:
+            setattr(self, name, settings.get(name, getattr(type(self), name)))
+
 
 vLLMSamplingParams = SamplingParams
 """The name that scripts written for Unsloth use."""
@@ -69,8 +80,50 @@ _READ = (*_SETTINGS, "stop", "stop_token_ids", "seed", "n", "max_tokens")
 _HARMLESS = (
     *("include_stop_str_in_output", "skip_special_tokens", "detokenize", "spaces_between_special_tokens"),
     *("output_kind", "output_text_buffer_length", "skip_clone", "stream_interval", "skip_reading_prefix_cache"),
+    *("flat_logprobs", "routed_experts_prompt_start"),
 )
 """About how vLLM hands completions over; the completions are the same."""
+_ABSENT: dict[str, Any] = {
+    name: nothing
+    for nothing, names in (
+        (0, ("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")),
+        ([], ("bad_words", "logits_processors", "allowed_token_ids", "trace_decode_token_ids")),
+        ({}, ("logit_bias", "extra_args")),
+        (None, ("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start")),
+        (None, ("logprob_token_ids", "structured_outputs", "guided_decoding", "truncate_prompt_tokens")),
+        (None, ("thinking_token_budget", "repetition_detection", "watermarking", "best_of")),
+    )
+    for name in names
+}
+"""vLLM's other parameters (0.32, and some of earlier versions) -> the value that asks for nothing, as None does."""
+
+
+def _check_others(settings: Mapping[str, Any]) -> None:
+    """Of parameters that are not read.
+
+    Raises:
+        UnsupportedError: one asks for something.
+        ConfigError: neither vLLM nor the in-process engine has it.
+    """
+    known = (*_READ, *_HARMLESS, *_ABSENT)
+    for name, value in settings.items():
+        if name not in known:
+            raise ConfigError(
+                f"There is no sampling parameter {name!r}.{nearest(name, known)} The in-process engine has "
+                f"{', '.join(_READ)}."
+            )
+        if name in _ABSENT and not (value is None or _equal(value, _ABSENT[name])):
+            raise UnsupportedError(
+                f"Sampling parameter {name}={value!r}: the in-process engine does not have it. It has "
+                f"{', '.join(_READ)}. Leave it out."
+            )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except ValueError:  # an array
+        return False
 
 
 def requested_sampling(params: Any) -> RequestedSampling:
@@ -78,16 +131,10 @@ def requested_sampling(params: Any) -> RequestedSampling:
 
     Raises:
         UnsupportedError: something is set that the in-process engine does not have.
-        ConfigError: this is no such object.
+        ConfigError: this is no such object, or has a parameter that nobody knows.
     """
     changed = _changed(params)
-    for name, value in changed.items():
-        if name not in (*_READ, *_HARMLESS):
-            known = ", ".join(_READ)
-            raise UnsupportedError(
-                f"Sampling parameter {name}={value!r}: the in-process engine does not have it.{nearest(name, _READ)} "
-                f"It has {known}. Leave it out."
-            )
+    _check_others({name: value for name, value in changed.items() if name not in _READ})
     if changed.get("n", 1) is not None and changed.get("n", 1) < 1:
         raise ConfigError(f"n={changed['n']!r}: at least 1 completion of each prompt can be asked for.")
     settings = {name: changed[name] for name in _SETTINGS if name in changed}
@@ -118,4 +165,5 @@ def _changed(params: Any) -> dict[str, Any]:
         )
     default = type(params)()
     public = [name for name in names if not name.startswith("_")]
-    return {name: getattr(params, name) for name in public if getattr(params, name) != getattr(default, name)}
+    pairs = {name: (getattr(params, name), getattr(default, name)) for name in public}
+    return {name: value for name, (value, usual) in pairs.items() if not _equal(value, usual)}

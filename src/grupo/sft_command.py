@@ -16,11 +16,13 @@ from safetensors import SafetensorError
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 from grupo.config import GRPOConfig
+from grupo.config_values import no_as_text
 from grupo.console import ProgressLines, say, step_bar
 from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues
 from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
 from grupo.data.sources import dataset_rows, recipe_rows
 from grupo.errors import ConfigError, TrainingError
+from grupo.names import counted
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.folder import RunFolder, check_can_be_written, move_files
 from grupo.sft import sft_trainer
@@ -29,13 +31,14 @@ from grupo.start import (
     fresh_adapter,
     has_adapter,
     one_folder,
+    one_voice,
     quantization,
     start_model,
     training_fields,
     with_start,
 )
 from grupo.trainer import GRPOTrainer
-from grupo.trainer_parts import mapping, policy, tokenizer_of
+from grupo.trainer_parts import mapping, policy
 
 FOLDER = "sft"
 """In the run folder of a GRPO run: the model that the supervised phase has left."""
@@ -71,16 +74,16 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
     recipe = with_start(recipe.model_copy(update={"training": {**recipe.training, "output_dir": folder}}))
     config = GRPOConfig(**training_fields(recipe))
     if config.world_size > 1:
+        console = one_voice(config, console)
         recipe = one_folder(recipe, config)
         folder = str(config.output_dir)
     check_can_be_written(Path(folder))
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     say(console, phase.describe())
     set_seed(config.seed)
-    model, of_adapter = policy(
+    model, tokenizer = policy(
         start_model(recipe), config, quantization_config=quantization(recipe), peft_config=fresh_adapter(recipe)
     )
-    tokenizer = tokenizer_of(model, config, of_adapter)
     shown = demonstrations(phase.shown, PromptTokenizer(tokenizer, mapping(config.chat_template_kwargs)))
     if not dry_run:
         RunFolder(folder, rank=config.process_index).open(resumed=False)
@@ -162,7 +165,12 @@ class Phase:
         per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         steps = math.ceil(math.ceil(len(self.shown) / per_step) * self.args.num_train_epochs)
         steps = self.args.max_steps if self.args.max_steps > 0 else steps
-        return f"[bold]sft[/]      {len(self.shown)} demonstrations, {steps} optimizer steps of supervised fine-tuning"
+        shown = counted(len(self.shown), "demonstration")
+        said = f"[bold]sft[/]      {shown}, {counted(steps, 'optimizer step')} of supervised fine-tuning"
+        repeated = -len(self.shown) % (self.args.train_batch_size * self.args.world_size)
+        if self.args.world_size > 1 and repeated:
+            said += f"; to fill the batches of {self.args.world_size} processes, each epoch repeats {repeated} of them"
+        return said
 
     def run(self, model: Any, tokenizer: Any, shown: Sequence[Demonstration], folder: Path, console: Console) -> None:
         """Trains the model in place, and leaves it in `folder`, whole or not at all.
@@ -197,7 +205,7 @@ class Phase:
 
     def settings(self) -> str:
         """The parts of the recipe that the phase depends on, as YAML."""
-        read = ("seed", "chat_template", "chat_template_kwargs", "model_init_kwargs", *SHARED)
+        read = ("seed", "chat_template", "chat_template_kwargs", "added_tokens", "model_init_kwargs", *SHARED)
         training = {name: value for name, value in self.recipe.training.items() if name in read}
         return to_yaml(
             self.recipe.model_copy(update={"rewards": [], "eval": type(self.recipe.eval)(), "training": training})
@@ -208,7 +216,9 @@ class Phase:
         shared["learning_rate"] = LEARNING_RATES["adapter" if has_adapter(self.recipe) else "whole model"]
         try:
             return TrainingArguments(
-                output_dir=str(self.config.output_dir), remove_unused_columns=False, **{**shared, **DEFAULTS, **given}
+                output_dir=str(self.config.output_dir),
+                remove_unused_columns=False,
+                **{**shared, **DEFAULTS, **given, **no_as_text(given)},
             )
         except (TypeError, ValueError, ImportError) as error:
             raise ConfigError(

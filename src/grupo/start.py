@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from transformers.utils.logging import set_verbosity_error
 
 from grupo.config import GRPOConfig
 from grupo.errors import ConfigError
 from grupo.models.adapters import find_adapter
 from grupo.models.default_model import default_model_path
-from grupo.models.load import device_dtype
+from grupo.models.fresh_adapter import lora_config
+from grupo.models.load import device_dtype, dtype_named
 from grupo.models.quantized import quantization_config
 from grupo.recipe import Recipe
 from grupo.runs.folder import fresh_folder
+from grupo.runs.newest import newest_model
 
 
 def start_model(recipe: Recipe) -> str:
@@ -24,7 +28,9 @@ def start_model(recipe: Recipe) -> str:
 
 
 def with_start(recipe: Recipe) -> Recipe:
-    """The recipe with `lora: null` where its model is a saved adapter and it asks for no fresh one."""
+    """The recipe with the newest model of a run where that is what it names, and with `lora: null` where its model is a
+    saved adapter and it asks for no fresh one."""
+    recipe = recipe.model_copy(update={"model": newest_model(recipe.model)})
     if "lora" in recipe.model_fields_set or not _names_adapter(recipe):
         return recipe
     return recipe.model_copy(update={"lora": None})
@@ -40,6 +46,15 @@ def one_folder(recipe: Recipe, config: GRPOConfig) -> Recipe:
     """The run folder of the first process for all: each of them looked for a fresh name at its own time."""
     (config.output_dir,) = broadcast_object_list([config.output_dir])
     return recipe.model_copy(update={"training": {**recipe.training, "output_dir": config.output_dir}})
+
+
+def one_voice(config: GRPOConfig, console: Console) -> Console:
+    """Of several processes the first one talks."""
+    if config.process_index == 0:
+        return console
+    logging.getLogger("grupo").setLevel(logging.ERROR)
+    set_verbosity_error()
+    return Console(quiet=True)
 
 
 def has_adapter(recipe: Recipe) -> bool:
@@ -62,7 +77,7 @@ def quantization(recipe: Recipe) -> Any:
     """
     if recipe.quantization is None:
         return None
-    dtype = device_dtype() if recipe.dtype is None else getattr(torch, recipe.dtype)
+    dtype = device_dtype() if recipe.dtype is None else dtype_named(recipe.dtype)
     return quantization_config(recipe.quantization, dtype, asked=f"quantization: {recipe.quantization}")
 
 
@@ -94,10 +109,7 @@ def fresh_adapter(recipe: Recipe) -> Any:
     spec = recipe.lora
     if spec is None:
         return None
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM",
+    return lora_config(
         r=spec.r,
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import resource
 import shutil
 import sys
@@ -17,7 +16,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback
-from transformers.utils.logging import set_verbosity_error
 
 from grupo.config import GRPOConfig
 from grupo.console import ProgressLines, say, step_bar
@@ -25,20 +23,22 @@ from grupo.data.golds import usable_rows
 from grupo.data.prompts import Rows
 from grupo.data.sources import recipe_rewards, recipe_rows
 from grupo.errors import ConfigError, GrupoError
-from grupo.evals.held_out import FEW_PROMPTS, HeldOutResult, evaluate_held_out
+from grupo.evals.held_out import FEW_PROMPTS, HeldOutResult
 from grupo.evals.statistics import paired_difference
+from grupo.evaluation import evaluation
 from grupo.models.default_model import HUB_ID
+from grupo.names import counted
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.card import model_card
 from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
-from grupo.runs.folder import group_record, move_files, named
-from grupo.sampling import SamplingSpec
+from grupo.runs.folder import move_files, named
 from grupo.sft_command import Phase, check_phase, prime, primed_folder
 from grupo.start import (
     default_folder,
     fresh_adapter,
     one_folder,
+    one_voice,
     quantization,
     start_model,
     training_fields,
@@ -74,14 +74,14 @@ def train(
     console: Console,
     *,
     resume: bool = False,
-    accept_changes: Sequence[str] = (),
+    accept_changes: str = "",
     dry_run: bool = False,
 ) -> int:
     """Runs a recipe and returns the exit code: 0 done; 130 and 143 ended by Ctrl-C or SIGTERM, with a usable adapter.
 
     Args:
         resume: go on from the newest whole checkpoint in the run folder, where there is one.
-        accept_changes: settings that may be others than those of the interrupted run.
+        accept_changes: names of settings that may be others than those of the interrupted run, separated by commas.
 
     Raises:
         ConfigError, DataError: before anything is written, with what to set instead.
@@ -97,7 +97,7 @@ def train(
     rewards, weights = recipe_rewards(recipe)
     config = GRPOConfig(**_with_weights(training_fields(recipe), weights))
     if config.world_size > 1:
-        console = _one_voice(config, console)
+        console = one_voice(config, console)
         recipe = one_folder(recipe, config)
     rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
     phase = None if recipe.sft is None else Phase(recipe, config, rows)
@@ -107,7 +107,7 @@ def train(
     checkpoint = _checkpoint(trainer, console, accept_changes) if resume else None
     if checkpoint is not None:
         check_phase(recipe, folder, primed=primed)
-    held_out = _held_out(recipe, trainer, held_out_rows)
+    held_out = evaluation(recipe, trainer, held_out_rows)
     _introduce(console, recipe, trainer, held_out_rows)
     if phase is not None and primed is None:
         clock.measure("sft", lambda: prime(phase, trainer, console, dry_run=dry_run))
@@ -122,7 +122,9 @@ def train(
         if checkpoint is None:
             trainer.run_folder.write_text("recipe.yaml", to_yaml(recipe))
         if held_out is not None:
-            before = clock.measure("eval_before", lambda: held_out("before"))
+            before = held_out.earlier() if checkpoint is not None else None
+            if before is None:
+                before = clock.measure("eval_before", lambda: held_out.run("before"))
             say(console, f"held-out before training: {_shown(before, before.is_accuracy)}")
         clock.measure("training", lambda: _run_training(trainer, console, checkpoint))
         if checkpoint is not None:
@@ -138,7 +140,7 @@ def train(
     clock.measure("saving", lambda: _save_model(trainer))
     if held_out is not None and stopped is None:
         try:
-            after = clock.measure("eval_after", lambda: held_out("after"))
+            after = clock.measure("eval_after", lambda: held_out.run("after"))
         except (KeyboardInterrupt, GrupoError) as reason:
             stopped = reason
     _warn_without_signal(console, trainer)
@@ -179,9 +181,10 @@ def _save_model(trainer: GRPOTrainer) -> None:
             return
         move_files(partial, folder)
         shutil.rmtree(folder / UNFINISHED)
+    trainer.run_folder.model_is_saved(trainer.state.global_step)
 
 
-def _checkpoint(trainer: GRPOTrainer, console: Console, accept_changes: Sequence[str]) -> str | None:
+def _checkpoint(trainer: GRPOTrainer, console: Console, accept_changes: str) -> str | None:
     """What `--resume` goes on from; None, and a line that says so, before the first checkpoint of a run."""
     if trainer.has_checkpoint():
         return trainer.checkpoint_to_resume(True, accept_changes=accept_changes)
@@ -207,15 +210,6 @@ def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
     if folder is None:
         folder = default_folder(recipe)
     return recipe.model_copy(update={"training": {"logging_steps": 1, **recipe.training, "output_dir": folder}})
-
-
-def _one_voice(config: GRPOConfig, console: Console) -> Console:
-    """Of several processes the first one talks."""
-    if config.process_index == 0:
-        return console
-    logger.setLevel(logging.ERROR)
-    set_verbosity_error()
-    return Console(quiet=True)
 
 
 def _with_weights(training: Mapping[str, Any], weights: list[float]) -> dict[str, Any]:
@@ -250,38 +244,6 @@ def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[A
     return trainer
 
 
-def _held_out(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Callable[[str], HeldOutResult] | None:
-    """The evaluation, ready to be run twice; None where the recipe switches it off or has nothing held out."""
-    if not recipe.eval.enabled:
-        return None
-    if not len(rows):
-        logger.warning("Nothing is held out, so there is no evaluation. Set dataset.held_out to a number of rows.")
-        return None
-    config = trainer.config
-    prompts = trainer.tokenized_rows(rows, "held-out")
-    if recipe.eval.max_prompts is not None and recipe.eval.max_prompts < len(prompts):
-        # Not the first ones: rows are often in order of difficulty.
-        prompts = random.Random(f"held-out prompts, seed {config.seed}").sample(prompts, recipe.eval.max_prompts)
-    sampling = SamplingSpec(temperature=recipe.eval.temperature, max_new_tokens=config.sampling_spec().max_new_tokens)
-
-    def run(when: str) -> HeldOutResult:
-        result = evaluate_held_out(
-            trainer.collector,
-            prompts,
-            samples_per_prompt=recipe.eval.samples_per_prompt,
-            sampling=sampling,
-            weights=config.reward_weights,
-            rows_at_once=trainer.eval_rows_at_once(),
-            world_size=config.world_size,
-            rank=config.process_index,
-        )
-        records = [group_record(group, trainer.rewards.names) for group in result.groups]
-        trainer.run_folder.write_json(f"eval_{when}.json", {**result.as_dict(result.is_accuracy), "groups": records})
-        return result
-
-    return run
-
-
 def _run_training(trainer: GRPOTrainer, console: Console, checkpoint: str | None) -> None:
     with step_bar(console) as bar:
         trainer.add_callback(ProgressLines(console, bar))
@@ -294,7 +256,7 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
     name = "SmolLM2-135M-Instruct (the default)" if recipe.model == "default" else recipe.model
     say(console, f"[bold]model[/]    {escape(name)}, {trainer.total_parameters / 1e6:.1f} M parameters, "
                  f"{trainer.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})")  # fmt: skip
-    say(console, f"[bold]task[/]     {escape(source)}: {len(trainer.train_rows)} training prompts, "
+    say(console, f"[bold]task[/]     {escape(source)}: {counted(len(trainer.train_rows), 'training prompt')}, "
                  f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
     for line in trainer.plan.describe():
         name, _, text = line.partition(": ")
@@ -303,7 +265,8 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
     if trainer.reference is not None:
         say(console, f"[bold]KL[/]       against {trainer.reference.says}")
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
-    say(console, f"[bold]run[/]      {steps} optimizer steps, {steps * trainer.plan.completions_per_step} completions, "
+    say(console, f"[bold]run[/]      {counted(steps, 'optimizer step')}, "
+                 f"{counted(steps * trainer.plan.completions_per_step, 'completion')}, "
                  f"into {escape(str(trainer.run_folder.path))}")  # fmt: skip
 
 
@@ -316,8 +279,11 @@ def _write_summary(
     is_accuracy: bool,
     interrupted: bool,
 ) -> None:
+    # A resumed run may have the evaluation switched off that it began with.
+    made = trainer.run_folder.read_json("eval_before.json")
+    earlier = {name: value for name, value in made.items() if name not in ("settings", "groups")} or None
     summary: dict[str, Any] = {
-        "eval_before": None if before is None else before.as_dict(is_accuracy),
+        "eval_before": earlier if before is None else before.as_dict(is_accuracy),
         "eval_after": None if after is None else after.as_dict(is_accuracy),
         "steps": trainer.state.global_step,
         "completions": trainer.state.global_step * trainer.plan.completions_per_step // trainer.plan.num_iterations,
@@ -355,8 +321,8 @@ def _card(
         folder=str(folder),
         base_model=base,
         is_adapter=hasattr(trainer.model, "peft_config"),
-        summary=f"{base}, {_primed(recipe)}trained for {trainer.state.global_step} steps of GRPO on {source}; rewards: "
-        f"{', '.join(trainer.rewards.names)}.",
+        summary=f"{base}, {_primed(recipe)}trained for {counted(trainer.state.global_step, 'step')} of GRPO on "
+        f"{source}; rewards: {', '.join(trainer.rewards.names)}.",
         results=results,
         recipe=to_yaml(recipe, with_defaults=False),
         log=log,
@@ -413,21 +379,22 @@ def _examples(before: HeldOutResult, after: HeldOutResult, count: int = 3) -> Ta
         table.add_column(heading, overflow="fold")
     stride = max(len(before.groups) // count, 1)
     for old, new in list(zip(before.groups, after.groups, strict=True))[::stride][:count]:
-        content = old.prompt.content
+        content = old["prompt"]
         prompt = content if isinstance(content, str) else str(content[-1]["content"])
         table.add_row(escape(prompt), *(escape(_with_reward(group)) for group in (old, new)))
     return table
 
 
-def _with_reward(group: Any) -> str:
-    return f"{group.rollouts[0].completion.text}  (reward {group.rewards[0]:g})"
+def _with_reward(group: dict[str, Any]) -> str:
+    answer = group["completions"][0]
+    return f"{answer['text']}  (reward {answer['reward']:g})"
 
 
 def _shown(result: HeldOutResult, is_accuracy: bool) -> str:
     interval, prompts = result.interval, len(result.groups)
-    samples = f"{interval.n} samples"
+    samples = counted(interval.n, "sample")
     if prompts < FEW_PROMPTS:
-        samples += f" of only {prompts} prompt{'s' if prompts > 1 else ''}, too few for the interval to mean much"
+        samples += f" of only {counted(prompts, 'prompt')}, too few for the interval to mean much"
     if is_accuracy:
         return f"{interval.mean:.1%} (95 % interval {interval.low:.1%} to {interval.high:.1%}, {samples})"
     return f"{interval.mean:.2f} (95 % interval {interval.low:.2f} to {interval.high:.2f}, {samples})"

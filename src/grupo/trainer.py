@@ -22,6 +22,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, set_seed
+from transformers.trainer_utils import PredictionOutput
 
 from grupo.config import GRPOConfig
 from grupo.data.curriculum import check_curriculum_column
@@ -64,6 +65,7 @@ from grupo.rollout.local import LocalEngine
 from grupo.runs.completion_table import CompletionTable
 from grupo.runs.folder import RunFolder, check_can_be_written
 from grupo.runs.guards import GradientGuard, SamplerCheck, SignalCheck
+from grupo.runs.newest import newest_model
 from grupo.runs.same_run import rows_hash
 from grupo.runs.state import Window
 from grupo.scoring.scorer import Scorer, dropout_off
@@ -75,6 +77,7 @@ from grupo.trainer_parts import (
     advantage_settings,
     check_best_metric,
     check_optimizer,
+    check_watched_metric,
     compared_settings,
     dataset_length,
     entropy_controller,
@@ -89,7 +92,6 @@ from grupo.trainer_parts import (
     refill,
     refuse_unsupported,
     reward_runner,
-    tokenizer_of,
     warn_of_rounding,
 )
 
@@ -154,6 +156,7 @@ class GRPOTrainer(ResumableTrainer):
         if args is None:
             name = model if isinstance(model, str) else name_of(model)
             args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
+        model = newest_model(model) if isinstance(model, str) else model
         if not isinstance(args, GRPOConfig):
             raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
         self.config = args
@@ -175,13 +178,18 @@ class GRPOTrainer(ResumableTrainer):
         check_best_metric(args, eval_dataset)
 
         set_seed(args.seed)
-        model, of_adapter = policy(model, args, quantization_config=quantization_config, peft_config=peft_config)
+        model, self.tokenizer = policy(
+            model,
+            args,
+            processing_class=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
         self.trainable_parameters, self.total_parameters = check_trainable(model)
         asked = asked_of(model)
         self.context_length = min(filter(None, (context_length(model), asked.max_seq_length)), default=None)
         self.vocabulary_size = vocabulary_size(model)
         check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
-        self.tokenizer = tokenizer_of(model, args, of_adapter if processing_class is None else processing_class)
         warn_of_vocabulary(model, self.tokenizer)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
         self.stop_token_ids = (
@@ -438,7 +446,24 @@ class GRPOTrainer(ResumableTrainer):
             metrics: dict[str, float] = {}
             for name, part in dataset.items():
                 metrics.update(self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}"))
-            return metrics
+        else:
+            metrics = self._sample_and_score(dataset, metric_key_prefix)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if eval_dataset is None and self.is_in_train:
+            check_watched_metric(self.config.metric_for_best_model, metrics, self.rewards.names)
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The metrics of `evaluate` for another dataset. There are no logits to return: the completions are in the run
+        folder, in `completions.jsonl`."""
+        metrics = self._sample_and_score(test_dataset, metric_key_prefix)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        return PredictionOutput(predictions=None, label_ids=None, metrics=metrics)  # type: ignore[arg-type]
+
+    def _sample_and_score(self, dataset: Any, metric_key_prefix: str) -> dict[str, float]:
+        """Metrics of an evaluation, which are logged."""
         started = time.perf_counter()
         prompts = [row.draw(row.row) for row in self._rows_to_evaluate(dataset)]
         group_size = self.config.resolved_num_generations_eval
@@ -464,7 +489,6 @@ class GRPOTrainer(ResumableTrainer):
         }
         output = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         self.log(output)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, output)
         return output
 
     def _rows_to_evaluate(self, dataset: Any) -> list[TokenizedRow]:
@@ -487,14 +511,14 @@ class GRPOTrainer(ResumableTrainer):
         self,
         resume_from_checkpoint: str | bool | None = None,
         *args: Any,
-        accept_changes: Sequence[str] = (),
+        accept_changes: str | Sequence[str] = (),
         **kwargs: Any,
     ) -> Any:
         """As `transformers.Trainer.train`; opens the run folder first. Ctrl-C and SIGTERM end it behind a checkpoint.
 
         Args:
             resume_from_checkpoint: a checkpoint's folder, or True for the newest one in `output_dir` that is whole.
-            accept_changes: settings that a resumed run may have otherwise than the one that was interrupted.
+            accept_changes: names of settings that a resumed run may have otherwise than the one that was interrupted.
 
         Raises:
             ConfigError: there is no such checkpoint, or it belongs to another run.
@@ -661,6 +685,7 @@ class GRPOTrainer(ResumableTrainer):
             # Padding is never read; an id without an embedding would be looked up all the same.
             pad_token_id=0 if pad is None or pad >= (self.vocabulary_size or pad + 1) else pad,
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
+            row_tokens=self.config.micro_batch_tokens or self._longest_row(),
             token_budget=self._token_budget(),
             on_token_budget=self._write_token_budget,
             checkpointing=bool(self.args.gradient_checkpointing),
@@ -680,6 +705,11 @@ class GRPOTrainer(ResumableTrainer):
         return default_token_budget(
             base_model(self.model), self.accelerator.device, checkpointing=bool(self.args.gradient_checkpointing)
         )
+
+    def _longest_row(self) -> int:
+        """Tokens of the longest prompt with the longest completion that training can have."""
+        longest_prompt = max((len(row.token_ids) for row in self.train_rows), default=0)
+        return longest_prompt + self.config.sampling_spec().max_new_tokens
 
     def _write_token_budget(self, budget: int | None) -> None:
         self.run_folder.update_json("manifest.json", {"micro_batch_tokens": budget})

@@ -17,22 +17,27 @@ from grupo.algo.entropy import EntropyController
 from grupo.algo.losses import Objective
 from grupo.chat_templates import set_chat_template
 from grupo.config import GRPOConfig
+from grupo.config_rules import SAMPLING_FIELDS
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
-from grupo.errors import ConfigError, DataError, UnsupportedError
+from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
 from grupo.models.adapters import find_adapter, load_named, weight_sums
 from grupo.models.asked import Asked
-from grupo.models.load import add_adapter, check_causal, load_tokenizer
+from grupo.models.fresh_adapter import add_adapter, add_tokens, check_adapter_config
+from grupo.models.load import check_causal, load_tokenizer
+from grupo.names import counted, nearest
 from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.model import with_reward_models
 from grupo.rewards.runner import RewardFunctions, RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
-from grupo.runs.same_run import FREE
+from grupo.runs.same_run import FREE, WATCHED
 from grupo.step_plan import StepPlan
 
 logger = logging.getLogger("grupo")
 
-STEADY_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
+WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+"""Learning rates that follow what evaluations find."""
+STEADY_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", *WATCHING_SCHEDULES)
 """Learning rates that do not depend on how many steps the run will have."""
 
 
@@ -97,26 +102,28 @@ class UnchangedIsTold(TrainerCallback):
         if steps and weight_sums(model) == self._start:
             reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
             logger.warning(
-                "%d optimizer steps changed none of the %d trainable parameters: %s. The saved model is the one that "
-                "training began with.",
-                steps,
-                len(self._start),
+                "%s changed none of the %s: %s. The saved model is the one that training began with.",
+                counted(steps, "optimizer step"),
+                counted(len(self._start), "trainable parameter"),
                 reason,
             )
 
 
-def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_config: Any) -> tuple[Any, Any]:
-    """The model to train, loaded where it is given by name, with a fresh adapter where one is asked for.
-
-    And, where the name is that of an adapter, with which training then goes on, its tokenizer if it has one.
+def policy(
+    model: Any, config: GRPOConfig, *, processing_class: Any = None, quantization_config: Any, peft_config: Any
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model to train, loaded where it is given by name, with a fresh adapter where one is asked for; and the
+    tokenizer: the one that was given, that of the adapter with which training goes on, or the model's own.
     """
-    tokenizer = None
+    of_adapter = None
+    if peft_config is not None:
+        check_adapter_config(peft_config)  # before anything is loaded
     if isinstance(model, str):
         kwargs = mapping(config.model_init_kwargs) or {}
         adapter = find_adapter(model, kwargs)
         if adapter is not None:
             check_output_folder(config, adapter.folder)
-        model, tokenizer = load_named(
+        model, of_adapter = load_named(
             model,
             adapter,
             kwargs,
@@ -131,6 +138,9 @@ def policy(model: Any, config: GRPOConfig, *, quantization_config: Any, peft_con
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model is {type(model).__name__}; give a causal language model, or the name or path of one.")
     check_causal(model)
+    tokenizer = _tokenizer(model, config, of_adapter if processing_class is None else processing_class)
+    if config.added_tokens:
+        peft_config = add_tokens(model, tokenizer, config.added_tokens, peft_config)
     if peft_config is not None:
         model = add_adapter(model, peft_config, revision=(mapping(config.model_init_kwargs) or {}).get("revision"))
     return model, tokenizer
@@ -142,14 +152,15 @@ def check_output_folder(config: GRPOConfig, adapter: Path) -> None:
     Raises:
         ConfigError: the run would write its own adapter in its place.
     """
-    if Path(str(config.output_dir)).resolve() == adapter.resolve():
+    output, adapter = Path(str(config.output_dir)).resolve(), adapter.resolve()
+    if output == adapter or (output == adapter.parent and adapter.name.startswith("checkpoint-")):
         raise ConfigError(
             f"output_dir={config.output_dir!r} is the folder of the adapter that training starts from, which would be "
-            "overwritten. Choose another folder."
+            "overwritten, or moved. Choose another folder."
         )
 
 
-def tokenizer_of(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
+def _tokenizer(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
     """The tokenizer that was given, or the model's own, with the chat template that the configuration names."""
     if processing_class is None:
         processing_class = load_tokenizer(
@@ -177,9 +188,9 @@ def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
     missing = sum(id(parameter) not in held for parameter in trainable)
     if missing:
         raise ConfigError(
-            f"The optimizer in `optimizers` lacks {missing} of the model's {len(trainable)} trainable parameters, "
-            "which would never move. Make it from the model that is trained, after its adapter was added; freeze what "
-            "is not to be trained with requires_grad_(False)."
+            f"The optimizer in `optimizers` lacks {missing} of the model's "
+            f"{counted(len(trainable), 'trainable parameter')}, which would never move. Make it from the model that is "
+            "trained, after its adapter was added; freeze what is not to be trained with requires_grad_(False)."
         )
 
 
@@ -225,7 +236,8 @@ def reward_runner(
     rewards = RewardRunner(functions, timeout=config.reward_timeout)
     if config.reward_weights is not None and len(config.reward_weights) != len(rewards.names):
         raise ConfigError(
-            f"reward_weights has {len(config.reward_weights)} numbers for {len(rewards.names)} reward functions "
+            f"reward_weights has {counted(len(config.reward_weights), 'number')} for "
+            f"{counted(len(rewards.names), 'reward function')} "
             f"({', '.join(rewards.names)}). Give one weight per function, in the same order."
         )
     if config.reward_weights is not None and not any(config.reward_weights):
@@ -306,15 +318,19 @@ def entropy_controller(config: GRPOConfig) -> EntropyController | None:
 def compared_settings(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
     """Name -> plain value of the settings that a resumed run shares with the one that was interrupted."""
     fields = (field.name for field in dataclasses.fields(config) if field.name not in FREE)
+    sampling = config.sampling_spec()
     settings = {
         **{name: _plain(getattr(config, name)) for name in fields},
-        "temperature": config.training_temperature,
+        **{name: getattr(sampling, name) for name in SAMPLING_FIELDS},
+        "stop": [*config.stop_texts, *sampling.stop_token_ids],
         "data_seed": config.resolved_data_seed,
         "reward_weights": config.reward_weights,
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "steps_per_generation": plan.steps_per_generation,
     }
+    if settings["lr_scheduler_type"] in WATCHING_SCHEDULES:
+        settings |= {name: _plain(getattr(config, name)) for name in WATCHED}
     is_steady = settings["lr_scheduler_type"] in STEADY_SCHEDULES and not 0 < config.warmup_steps < 1
     return settings if is_steady else {**settings, "steps": plan.total_steps(config.num_train_epochs, config.max_steps)}
 
@@ -339,6 +355,27 @@ def check_best_metric(config: GRPOConfig, eval_dataset: Any) -> None:
     if isinstance(eval_dataset, Mapping) and not any(name.startswith(f"{dataset}_") for dataset in eval_dataset):
         options = ", ".join(repr(f"{dataset}_reward") for dataset in eval_dataset)
         raise ConfigError(f"{chosen}: eval_dataset has several datasets, so it must name one. Set it to {options}.")
+
+
+def check_watched_metric(watched: str | None, metrics: Mapping[str, float], rewards: Sequence[str]) -> None:
+    """An evaluation has the metric by which models are chosen, or learning rates follow.
+
+    Raises:
+        RewardError: it is one of rewards, and nothing was scored.
+        ConfigError: there is no metric of this name.
+    """
+    if watched is None or (name := f"eval_{watched.removeprefix('eval_')}") in metrics:
+        return
+    of_rewards = ("reward", "reward_std", *(f"rewards/{one}/{kind}" for one in rewards for kind in ("mean", "std")))
+    if name.endswith(of_rewards):
+        raise RewardError(
+            f"metric_for_best_model={watched!r}, and the evaluation has none, because no completion of it was scored: "
+            "the reward functions abstained on all of them. Evaluation needs prompts that a reward applies to."
+        )
+    raise ConfigError(
+        f"metric_for_best_model={watched!r} is no metric of an evaluation.{nearest(name, metrics)} It has "
+        f"{', '.join(sorted(metrics))}."
+    )
 
 
 def named_datasets(dataset: Any) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ VALID_WHOLE = {
 VALID_BOOL = {"list of bool": [True, False] * 4, "bool array": np.array([True, False] * 4), "int": [1, 0] * 4}
 
 INVALID = {
-    "one value": ([1.0], "returned 1 rewards for 8 completions"),
+    "one value": ([1.0], "returned 1 reward for 8 completions"),
     "seven": ([1.0] * 7, "returned 7 rewards for 8 completions"),
     "nine": ([1.0] * 9, "returned 9 rewards for 8 completions"),
     "none": ([], "returned 0 rewards for 8 completions"),
@@ -105,7 +105,7 @@ def test_invalid_forms_are_refused_before_any_update(tmp_path, scores, message):
 
 def test_the_wrong_count_is_refused_in_evaluation_as_well(tmp_path):
     trainer = make_trainer(tmp_path, given([1.0]), script=SCRIPT, eval_rows=[{"prompt": "ab"}])
-    with pytest.raises(RewardError, match="returned 1 rewards for 4 completions"):
+    with pytest.raises(RewardError, match="returned 1 reward for 4 completions"):
         trainer.evaluate()
 
 

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import LlamaForCausalLM
 
 from cases.harness import given, logs_of, make_trainer, snapshot, train
-from grupo.errors import ConfigError
+from grupo.errors import ConfigError, RewardError
 
 SCRIPT = {"ab": ["a</s>", "bb</s>", "ccc</s>", "dddd</s>"], "cde": ["</s>", "ff</s>", "ggg</s>", "hh</s>"]}
 
@@ -160,8 +160,7 @@ def best_run(folder, scores, settings):
         eval_steps=1,
         save_strategy="steps",
         save_steps=1,
-        load_best_model_at_end=True,
-        **settings,
+        **{"load_best_model_at_end": True, **settings},
     )
     return trainer, train(trainer)
 
@@ -248,6 +247,31 @@ def test_one_of_several_evaluation_sets_chooses(tmp_path, metric):
     )
     train(trainer)
     assert trainer.state.best_global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("metric", "error", "said"),
+    [
+        ("reward", RewardError, "metric_for_best_model='reward', and the evaluation has none, because no completion"),
+        ("rewards/reward/mean", RewardError, "the reward functions abstained on all of them"),
+        ("accuracy", ConfigError, "metric_for_best_model='accuracy' is no metric of an evaluation.*eval_live_group"),
+    ],
+)
+@pytest.mark.parametrize("watcher", [{"load_best_model_at_end": True}, {"lr_scheduler_type": "reduce_lr_on_plateau"}])
+def test_an_evaluation_without_the_metric_that_is_watched_ends_in_a_sentence(tmp_path, metric, error, said, watcher):
+    with pytest.raises(error, match=said):
+        best_run(tmp_path, [None] * 3, {"load_best_model_at_end": False, "metric_for_best_model": metric, **watcher})
+
+
+def test_predict_is_an_evaluation_of_another_dataset(tmp_path):
+    trainer, _ = best_run(tmp_path, [0.2, 0.9, 0.4], {})
+    told = []
+    trainer.callback_handler.on_predict = lambda args, state, control, metrics: told.append(metrics) or control
+    found = trainer.predict([{"prompt": "yy", "split": "eval"}])
+    assert found.metrics["test_reward"] == pytest.approx(0.4) and told == [found.metrics]
+    assert found.predictions is None and "test_reward" in trainer.state.log_history[-1]
+    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["split"] == "test"
 
 
 def test_a_learning_rate_that_watches_the_reward(tmp_path):

@@ -55,29 +55,29 @@ def test_merged_from_a_run_and_from_its_checkpoint(run: Path, tmp_path: Path, ca
 
 
 def test_a_killed_run_is_exported_from_its_newest_checkpoint(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed = tmp_path / "killed"
     killed.mkdir()
     (killed / "checkpoint-2").symlink_to(run / "checkpoint-2")
     assert main(["export", str(killed), "--to", "merged"]) == 0
-    assert "this is its newest checkpoint, checkpoint-2" in capsys.readouterr().out
+    assert "no model is saved in it; its newest checkpoint, checkpoint-2, is taken" in caplog.text
     assert (tmp_path / "killed-merged" / "model.safetensors").is_file()
     assert main(["export", str(killed), "--to", "merged"]) == 2
     assert "exists already, and nothing is overwritten" in capsys.readouterr().err
 
 
 def test_a_run_that_went_on_behind_its_saved_model_is_exported_from_its_newest_checkpoint(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one that SIGTERM has ended, which was then resumed and killed."""
     resumed = tmp_path / "resumed"
     shutil.copytree(run, resumed)
     shutil.copy(run / "checkpoint-1" / "adapter_model.safetensors", resumed)
-    (resumed / "summary.json").write_text('{"steps": 1}')
+    (resumed / "manifest.json").write_text('{"model_step": 1}')
     output = tmp_path / "newest"
     assert main(["export", str(resumed), "--to", "adapter", "--output", str(output)]) == 0
-    assert "the model in it is older; this is its newest checkpoint, checkpoint-2" in capsys.readouterr().out
+    assert "the model in it is older (step 1); its newest checkpoint, checkpoint-2, is taken" in caplog.text
     weights = [
         (folder / "adapter_model.safetensors").read_bytes() for folder in (output, run / "checkpoint-2", resumed)
     ]

@@ -273,5 +273,9 @@ def test_a_base_that_has_moved_is_asked_for(base: Path, tmp_path: Path, monkeypa
     model.save_pretrained(tmp_path / "adapter")
     (tmp_path / "moving").rename(tmp_path / "moved")
     refused(ConfigError, r"base=NAME_OR_PATH \(--base\) says where it is now", tmp_path / "adapter", tmp_path / "out")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "../moved"}))
+    monkeypatch.chdir(tmp_path / "moved")
+    merge(tmp_path / "adapter", tmp_path / "beside")
     merge(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "moved"))
     assert (tmp_path / "out" / "model.safetensors").is_file()

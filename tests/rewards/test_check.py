@@ -386,7 +386,7 @@ def test_wrong_use_is_refused() -> None:
         check_rewards([number_match()], [])
     with pytest.raises(DataError, match="Sample 1 has no 'prompt'; it has answer"):
         check_rewards([number_match()], [SUMS[0], {"answer": 1}])
-    with pytest.raises(ConfigError, match="weights has 2 numbers for 1 rewards"):
+    with pytest.raises(ConfigError, match="weights has 2 numbers for 1 reward"):
         check_rewards([number_match()], SUMS, weights=[1, 2])
     for weight in (float("nan"), float("inf"), "1", None):
         with pytest.raises(ConfigError, match="are no finite numbers"):

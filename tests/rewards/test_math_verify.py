@@ -379,7 +379,7 @@ def test_disagreement_counts_what_both_decided() -> None:
     assert found.differences == (Difference(1, "b", 1, False, True),)
     nothing = disagreement(Says("undecided"), Says("right"), ["a"], ["b"])
     assert math.isnan(nothing.rate)
-    with pytest.raises(RewardError, match="2 gold answers for 1 completions"):
+    with pytest.raises(RewardError, match="2 gold answers for 1 completion"):
         disagreement(Says(), Says(), ["a"], ["b", "c"])
 
 

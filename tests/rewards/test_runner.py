@@ -90,7 +90,7 @@ def test_integers_and_booleans_are_numbers(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1.0], "returned 1 rewards for 8 completions"),
+        ([1.0], "returned 1 reward for 8 completions"),
         ([1.0] * 7, "returned 7 rewards for 8"),
         ([1.0] * 9, "returned 9 rewards for 8"),
         ([], "returned 0 rewards for 8"),
@@ -622,7 +622,7 @@ def test_extras_and_metrics_arrive() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda extra, metric: extra("parsed", [1]), r"log_extra\('parsed', ...\) with 1 values for 2 completions"),
+        (lambda extra, metric: extra("parsed", [1]), r"log_extra\('parsed', ...\) with 1 value for 2 completions"),
         (lambda extra, metric: extra("parsed", "ab"), r"log_extra\('parsed', ...\) with a str"),
         (lambda extra, metric: extra("parsed", 5), r"with a int"),
         (lambda extra, metric: extra(3, [1, 2]), r"log_extra\(3, ...\); a name is a text"),

@@ -89,7 +89,7 @@ def test_the_runner_asks_for_the_columns_of_the_verifier_and_logs_the_reasons() 
 @pytest.mark.parametrize(
     ("verifier", "said"),
     [
-        (lambda completions: [Verdict("right", "")], "1 verdicts for 2 completions"),
+        (lambda completions: [Verdict("right", "")], "1 verdict for 2 completions"),
         (lambda completions: [True, False], "must return a list of Verdict"),
         (lambda completions: None, "must return a list of Verdict"),
         (lambda completions: [Verdict("maybe", "")] * 2, "decided 'maybe'; a decision is one of 'right', 'wrong'"),

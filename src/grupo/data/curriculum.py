@@ -14,7 +14,7 @@ from typing import Any
 
 from grupo.data.prompts import Outcome, PromptStream, Rows, TokenizedRow, column_names
 from grupo.errors import ConfigError, DataError
-from grupo.names import nearest
+from grupo.names import counted, nearest
 from grupo.records import Prompt
 
 logger = logging.getLogger("grupo")
@@ -108,9 +108,9 @@ class Curriculum:
             if together >= prompts_per_window:
                 break
         raise DataError(
-            f"The first level of the curriculum ({self.column}={first:g}) has {size} prompts, and a rollout window "
-            f"needs {prompts_per_window}. The levels up to {self.column}={last:g} have {together} together: give them "
-            "one value, for example by rounding the column, or make the rollout smaller."
+            f"The first level of the curriculum ({self.column}={first:g}) has {counted(size, 'prompt')}, and a rollout "
+            f"window needs {prompts_per_window}. The levels up to {self.column}={last:g} have {together} together: "
+            "give them one value, for example by rounding the column, or make the rollout smaller."
         )
 
 

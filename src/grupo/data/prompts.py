@@ -350,7 +350,7 @@ def _filter_overlong(rows: Sequence[TokenizedRow], limit: int, what: str) -> lis
     if not kept:
         shortest = min(len(row.token_ids) for row in rows)
         raise DataError(
-            f"All {len(rows)} {what} prompts are longer than max_prompt_length={limit} tokens; the shortest has "
+            f"None of the {what} prompts ({len(rows)}) fits max_prompt_length={limit} tokens; the shortest has "
             f"{shortest}. Set max_prompt_length to at least {shortest}."
         )
     if len(kept) < len(rows):

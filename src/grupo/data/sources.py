@@ -11,6 +11,7 @@ from grupo.data.splits import without_shared
 from grupo.data.tasks import make_task, task_rewards
 from grupo.errors import DataError
 from grupo.hub import is_out_of_reach
+from grupo.names import counted
 from grupo.rewards.golds import final_answer
 from grupo.rewards.registry import make_reward
 
@@ -34,7 +35,7 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
     rows = dataset_rows(spec)
     if spec.held_out >= len(rows):
         raise DataError(
-            f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has {len(rows)} rows."
+            f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has {counted(len(rows), 'row')}."
         )
     held_out = sorted(random.Random(f"held out, seed {seed}").sample(range(len(rows)), spec.held_out))
     kept = sorted(set(range(len(rows))).difference(held_out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from grupo.data.prompts import TokenizedRow
 from grupo.errors import RewardError
 from grupo.evals.statistics import Interval, clustered_interval
-from grupo.records import Group
+from grupo.records import Group, group_record
 from grupo.rollout.collect import RolloutCollector
 from grupo.rollout.deal import even_share
 from grupo.rollout.slots import AdvantageSettings
@@ -25,17 +26,31 @@ FEW_PROMPTS = 20
 class HeldOutResult:
     """Scores of several samples for each held-out prompt."""
 
-    groups: tuple[Group, ...]
-    scores: tuple[tuple[float, ...], ...]
-    """Per prompt, one score per sample."""
-    interval: Interval
-    is_accuracy: bool
-    """There is one reward, and all its scores are 0 or 1: with several, a total of 1 says nothing about being right."""
+    groups: tuple[dict[str, Any], ...]
+    """Per prompt, as in `eval_before.json`: see `group_record`."""
+
+    @functools.cached_property
+    def scores(self) -> tuple[tuple[float, ...], ...]:
+        """Per prompt, one score per sample."""
+        return tuple(tuple(answer["reward"] for answer in group["completions"]) for group in self.groups)
+
+    @functools.cached_property
+    def interval(self) -> Interval:
+        return clustered_interval(self.scores)
+
+    @property
+    def is_accuracy(self) -> bool:
+        """There is one reward, and all its scores are 0 or 1: with several, a total of 1 says nothing about being
+        right."""
+        one_reward = all(len(answer["rewards"]) == 1 for group in self.groups for answer in group["completions"])
+        return one_reward and all(score in (0.0, 1.0) for prompt in self.scores for score in prompt)
 
     @property
     def means(self) -> tuple[float | None, ...]:
         """(K,) mean score of each reward function, without its weight; None where it scored no answer."""
-        by_reward = zip(*(rollout.scores for group in self.groups for rollout in group.rollouts), strict=True)
+        by_reward = zip(
+            *(answer["rewards"].values() for group in self.groups for answer in group["completions"]), strict=True
+        )
         known = [[score for score in scores if score is not None] for scores in by_reward]
         return tuple(sum(scores) / len(scores) if scores else None for scores in known)
 
@@ -84,21 +99,15 @@ def evaluate_held_out(
         rows_at_once=rows_at_once,
     )
     groups = tuple(itertools.chain(*collector.all_gather(result.groups)))
-    scores = tuple(tuple(_known(reward, group) for reward in group.rewards) for group in groups)
-    one_reward = all(len(rollout.scores) == 1 for group in groups for rollout in group.rollouts)
-    return HeldOutResult(
-        groups=groups,
-        scores=scores,
-        interval=clustered_interval(scores),
-        is_accuracy=one_reward and all(score in (0.0, 1.0) for prompt in scores for score in prompt),
-    )
+    for group in groups:
+        _check_scored(group)
+    return HeldOutResult(tuple(group_record(group, collector.rewards.names) for group in groups))
 
 
-def _known(reward: float | None, group: Group) -> float:
-    if reward is None:
+def _check_scored(group: Group) -> None:
+    if None in group.rewards:
         raise RewardError(
             "A held-out answer could not be scored: every reward function abstained. It is an answer to row "
             f"{group.prompt.row} of the dataset, {str(group.prompt.content)[:100]!r}. Evaluation needs a reward that "
             "applies to each held-out prompt."
         )
-    return reward

@@ -24,11 +24,10 @@ from grupo.export.comparison import (
 )
 from grupo.export.policies import on_original_base, open_folder, open_model
 from grupo.export.source import check_free, staged
-from grupo.models.load import load_policy
+from grupo.models.load import dtype_named, load_policy
 
 logger = logging.getLogger("grupo")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOST = 0.1
 """Share of what training changed that rounding may change, before it is said."""
 
@@ -185,13 +184,6 @@ def fold_adapter(model: Any) -> Any:
             config.tie_word_embeddings = is_tied
         merged.tie_weights()
     return merged
-
-
-def dtype_named(dtype: str | torch.dtype) -> torch.dtype:
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"dtype={name!r} is none of {', '.join(DTYPES)}.")
-    return DTYPES[name]
 
 
 def _untie(model: Any) -> bool:

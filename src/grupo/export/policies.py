@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError, first_line
-from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source, read_json
+from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source
 from grupo.hub import is_out_of_reach
-from grupo.models.adapters import missing_weights
+from grupo.models.adapters import find_adapter, fit_vocabulary, missing_weights
 from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
+from grupo.runs.folder import read_json
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,13 @@ def open_folder(
         UnsupportedError: the base is quantised by something else than bitsandbytes.
     """
     source = find_source(folder)
-    name = base or source.adapter_config.get("base_model_name_or_path") if source.is_adapter else str(source.folder)
-    if not name:
-        raise ConfigError(f"{source.folder} does not say what its base model is. Name it: base=NAME_OR_PATH (--base).")
     if base is not None and not source.is_adapter:
         raise ConfigError(f"{source.folder} is a whole model, and base={base!r} is for an adapter. Leave it out.")
     quantised = source.quantization
     revision = {"revision": source.adapter_config["revision"]} if source.adapter_config.get("revision") else {}
     try:
+        adapter = find_adapter(str(source.folder)) if source.is_adapter and base is None else None
+        name = base or (str(source.folder) if adapter is None else adapter.base)
         config = _config(name, trust_remote_code=trust_remote_code, **(revision if base is None else {}))
         if quantization_config is None and quantised and not hasattr(config, "quantization_config"):
             quantization_config = AutoQuantizationConfig.from_dict(quantised)
@@ -164,9 +164,7 @@ def _attach(model: Any, folder: Path) -> Any:
             "merged. Export it with --to adapter."
         )
     saved = adapter_weights(folder)
-    rows = _saved_rows(model, saved)
-    if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(rows, mean_resizing=False)  # tokens were added in training
+    fit_vocabulary(model, saved)
     try:
         with warnings.catch_warnings():
             # Whether head and embedding stay tied is decided, and said, by who merges.
@@ -181,20 +179,6 @@ def _attach(model: Any, folder: Path) -> Any:
             f"belongs to another base model than {name_of(model)!r}."
         )
     return adapted.float().eval()
-
-
-def _saved_rows(model: Any, saved: Mapping[str, Tensor]) -> int | None:
-    """Tokens that the adapter has embeddings for; None where it has none."""
-    embedding = model.get_input_embeddings()
-    (name,) = [name for name, module in model.named_modules() if module is embedding]
-    whole = {f"{name}.{part}weight" for part in ("", "base_layer.", "token_adapter.base_layer.")}
-    for key, tensor in saved.items():
-        place = key.removeprefix("base_model.model.")
-        if place in whole:
-            return tensor.shape[0]
-        if place.startswith(f"{name}.lora_embedding_A"):
-            return tensor.shape[1]
-    return None
 
 
 def _base_copy(model: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,18 +14,11 @@ from safetensors import SafetensorError
 
 from grupo.errors import ConfigError, ExportError
 from grupo.names import BASE_QUANTIZATION
-from grupo.runs.checkpoint import MARKER, damage, numbers_of_checkpoints
+from grupo.runs.checkpoint import MARKER, damage
+from grupo.runs.folder import read_json
+from grupo.runs.newest import ADAPTER_WEIGHTS, MODEL_FILES, MODEL_WEIGHTS, newest_model
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-MODEL_WEIGHTS = (
-    *("model.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
-
-
-MODEL_FILES = ("adapter_*", "model*", "pytorch_model*", "*config.json", "*token*", BASE_QUANTIZATION)
-"""Of a checkpoint, what is exported: the optimizer may be missing."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +47,7 @@ class Source:
 def find_source(path: str | Path) -> Source:
     """The model in a run folder, checkpoint, adapter folder or model folder.
 
-    Of a run that saved no model, which was killed most likely, it is the newest complete checkpoint. So it is of one
-    that was resumed after it had saved its model, and got beyond it.
+    Of a run it is the newest one (`newest_model`).
 
     Raises:
         ConfigError: there is no model in it, or it is a damaged checkpoint.
@@ -71,17 +62,7 @@ def find_source(path: str | Path) -> Source:
         if (folder / MARKER).is_file() and (wrong := damage(folder, MODEL_FILES)):
             raise ConfigError(f"The checkpoint {folder} is damaged: {', '.join(wrong)}. Take another one.")
         return _model_in(folder, folder.parent)
-    return _model_in(_later_checkpoint(folder) or folder, folder)
-
-
-def _later_checkpoint(run: Path) -> Path | None:
-    """The newest whole checkpoint of a later step than the model in the run's folder is of; None: there is none."""
-    summary = run / "summary.json"
-    saved = read_json(summary).get("steps") if summary.is_file() else None
-    later = [
-        run / f"checkpoint-{number}" for number in numbers_of_checkpoints(run) if saved is not None and number > saved
-    ]
-    return next((checkpoint for checkpoint in later if not damage(checkpoint)), None)
+    return _model_in(Path(newest_model(str(folder))), folder)
 
 
 def _model_in(folder: Path, run: Path) -> Source:
@@ -95,23 +76,10 @@ def _model_in(folder: Path, run: Path) -> Source:
         return Source(folder, True, run)
     if (folder / "config.json").is_file() and _has(folder, MODEL_WEIGHTS):
         return Source(folder, False, run)
-    if any(folder.glob("checkpoint-*/trainer_state.json")):
-        return _model_in(_newest_whole_checkpoint(folder), run)
     raise ConfigError(
         f"{folder} has neither an adapter ({ADAPTER_CONFIG}) nor a model (config.json with {MODEL_WEIGHTS[0]}) nor a "
         "checkpoint. Give the folder of a run, of one of its checkpoints, of an adapter or of a model."
     )
-
-
-def _newest_whole_checkpoint(run: Path) -> Path:
-    damaged = []
-    for number in numbers_of_checkpoints(run):
-        checkpoint = run / f"checkpoint-{number}"
-        wrong = damage(checkpoint)
-        if not wrong:
-            return checkpoint
-        damaged.append(f"{checkpoint.name}: {', '.join(wrong)}")
-    raise ConfigError(f"{run} has no saved model and no checkpoint that is whole ({'; '.join(damaged)}).")
 
 
 def check_free(path: Path) -> None:
@@ -158,14 +126,6 @@ def scratch_beside(path: Path) -> Iterator[Path]:
 
 def _has(folder: Path, names: tuple[str, ...]) -> bool:
     return any((folder / name).is_file() for name in names)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises a ConfigError where the file is damaged."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON object: it is damaged.") from error
 
 
 def adapter_weights(folder: Path) -> dict[str, Any]:

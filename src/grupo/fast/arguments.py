@@ -57,7 +57,10 @@ ADAPTER_REFUSED: dict[str, str] = {
 }
 """Arguments of get_peft_model that would make another adapter -> what to do instead."""
 
-ADAPTER_PASSED_ON = ("use_dora", "target_parameters", "exclude_modules", "rank_pattern", "alpha_pattern", "lora_bias")
+ADAPTER_PASSED_ON = (
+    *("use_dora", "target_parameters", "exclude_modules", "rank_pattern", "alpha_pattern", "lora_bias"),
+    "trainable_token_indices",
+)
 """Arguments of get_peft_model that peft's LoraConfig gets as they are."""
 
 

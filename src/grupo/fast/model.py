@@ -19,15 +19,18 @@ from grupo.errors import ConfigError, UnsupportedError
 from grupo.fast import arguments, generation, saving
 from grupo.models.adapters import find_adapter, load_named
 from grupo.models.asked import Asked, ask, asked_of
+from grupo.models.fresh_adapter import add_adapter, lora_config
 from grupo.models.load import (
-    add_adapter,
     base_model,
     context_length,
     device_dtype,
+    dtype_named,
     load_tokenizer,
     supports_bfloat16,
 )
 from grupo.models.quantized import quantization_config, spare_evaluation_mode
+from grupo.names import counted
+from grupo.runs.newest import newest_model
 
 logger = logging.getLogger("grupo")
 
@@ -91,7 +94,7 @@ class FastLanguageModel:
         """
         if not isinstance(model_name, str | os.PathLike):
             raise ConfigError(f"model_name={model_name!r}: use the name of a model on the Hub, or a folder.")
-        model_name = os.fspath(model_name)
+        model_name = newest_model(os.fspath(model_name))
         passed_on = arguments.settle(
             "from_pretrained",
             more,
@@ -107,7 +110,9 @@ class FastLanguageModel:
             )
         kind = _precision(load_in_4bit, load_in_8bit, load_in_16bit, full_finetuning)
         wanted = passed_on.pop("torch_dtype", None) if dtype is None else dtype
-        dtype = _dtype(wanted, full_finetuning=full_finetuning)
+        if wanted is None:
+            wanted = torch.float32 if full_finetuning else device_dtype()
+        dtype = dtype_named(wanted)
         quantization = None
         if kind in ("nf4", "int8"):
             asked = "load_in_8bit=True" if kind == "int8" else f"load_in_4bit={load_in_4bit or 'True, the default,'}"
@@ -165,8 +170,6 @@ class FastLanguageModel:
         Raises:
             ConfigError: the model has another adapter already, or none of its modules is named in target_modules.
         """
-        from peft import LoraConfig
-
         _check_is_model(model, "get_peft_model")
         passed_on = arguments.settle(
             "get_peft_model",
@@ -182,16 +185,13 @@ class FastLanguageModel:
             logger.warning("get_peft_model: the model was loaded with full_finetuning=True and gets no adapter.")
             ask(model, asked)
             return model
-        if isinstance(r, bool) or not isinstance(r, int) or r < 1:
-            raise ConfigError(f"r={r!r}: the rank of the adapter must be a whole number of at least 1.")
         if isinstance(random_state, bool) or not isinstance(random_state, int):
             raise ConfigError(f"random_state={random_state!r}: the seed of the adapter must be a whole number.")
         if isinstance(modules_to_save, str):
             modules_to_save = [modules_to_save]
         if not finetune_language_layers:
             raise ConfigError("finetune_language_layers=False leaves nothing to train in a language model.")
-        config = LoraConfig(
-            task_type="CAUSAL_LM",
+        config = lora_config(
             r=r,
             target_modules=_modules(target_modules, attention=finetune_attention_modules, mlp=finetune_mlp_modules),
             lora_alpha=lora_alpha,
@@ -264,16 +264,6 @@ def _precision(in_4bit: bool | None, in_8bit: bool, in_16bit: bool, full: bool) 
     return "int8" if in_8bit else "dense"
 
 
-def _dtype(wanted: torch.dtype | str | None, *, full_finetuning: bool) -> torch.dtype:
-    if isinstance(wanted, str):
-        wanted = getattr(torch, wanted.removeprefix("torch."), wanted)
-    if wanted is None:
-        return torch.float32 if full_finetuning else device_dtype()
-    if wanted not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"dtype={wanted!r}: use torch.float32, torch.bfloat16, torch.float16, or None.")
-    return wanted  # type: ignore[return-value]
-
-
 def _check_length(wanted: int | None, context: int | None) -> None:
     if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 2):
         raise ConfigError(f"max_seq_length={wanted!r}: expected a number of tokens, prompt and completion together.")
@@ -316,7 +306,7 @@ def _layers(model: Any, wanted: Sequence[int] | int | None, last: int | None) ->
         raise ConfigError("layers_to_transform and finetune_last_n_layers say the same: set one of them.")
     count = base_model(model).config.get_text_config().num_hidden_layers
     if not 1 <= last <= count:
-        raise ConfigError(f"finetune_last_n_layers={last}: the model has {count} layers.")
+        raise ConfigError(f"finetune_last_n_layers={last}: the model has {counted(count, 'layer')}.")
     return list(range(count - last, count))
 
 

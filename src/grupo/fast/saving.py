@@ -10,7 +10,7 @@ from typing import Any
 
 from grupo import export
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.models.adapters import save_adapter
+from grupo.models.adapters import has_new_tokens, save_adapter
 from grupo.models.asked import asked_of
 from grupo.models.load import base_model
 from grupo.models.quantized import arithmetic_dtype
@@ -27,10 +27,12 @@ GGUF_METHODS = {
 
 
 def save_lora(model: Any, save_directory: str | Path, tokenizer: Any = None) -> None:
-    """The adapter, whole, as peft loads it; with the tokenizer where one is given."""
+    """The adapter, whole, as peft loads it; with the tokenizer where one is given, or where it has new tokens."""
     if not getattr(model, "peft_config", None):
         raise ConfigError("save_lora: the model has no adapter. FastLanguageModel.get_peft_model gives it one.")
     save_adapter(model, save_directory)
+    if tokenizer is None and has_new_tokens(model):
+        tokenizer = asked_of(model).tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(str(save_directory))
 

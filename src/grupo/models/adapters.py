@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils.hub import has_file
@@ -143,11 +143,11 @@ def load_with_adapter(
             adapter.name,
             BASE_QUANTIZATION,
         )
-    _fit_vocabulary(base, adapter)
     source, where = adapter.source
     try:
-        model = PeftModel.from_pretrained(prepared_for_adapter(base), source, is_trainable=True, **where)
         saved = load_peft_weights(source, device="cpu", **where)
+        fit_vocabulary(base, saved)
+        model = PeftModel.from_pretrained(prepared_for_adapter(base), source, is_trainable=True, **where)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"The adapter {adapter.name!r} cannot be put on its base model {adapter.base!r}: "
@@ -183,26 +183,19 @@ def _check_complete(model: PeftModel, name: str, saved: Collection[str]) -> None
         )
 
 
-def _fit_vocabulary(base: Any, adapter: SavedAdapter) -> None:
+def fit_vocabulary(base: Any, saved: Mapping[str, torch.Tensor]) -> None:
     """Gives the base model as many embeddings as were saved with the adapter, where tokens had been added."""
-    rows = _saved_embeddings(adapter)
-    if rows is not None and rows != base.get_input_embeddings().weight.shape[0]:
-        base.resize_token_embeddings(rows)
-
-
-def _saved_embeddings(adapter: SavedAdapter) -> int | None:
-    """Rows of the embeddings beside the adapter; None where there are none, or not here yet."""
-    path = adapter.folder / "adapter_model.safetensors"
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                if key.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight", "wte.weight")):
-                    return int(file.get_slice(key).get_shape()[0])
-    except SafetensorError:
-        return None  # loading it will say what is wrong
-    return None
+    embedding = base.get_input_embeddings()
+    (name,) = [name for name, module in base.named_modules() if module is embedding]
+    whole = {f"{name}.{part}weight" for part in ("", "base_layer.", "token_adapter.base_layer.")}
+    for key, tensor in saved.items():
+        place = key.removeprefix("base_model.model.")
+        on_embedding = place.startswith(f"{name}.lora_embedding_A")
+        if place in whole or on_embedding:
+            rows = tensor.shape[1 if on_embedding else 0]
+            if rows != embedding.weight.shape[0]:
+                base.resize_token_embeddings(rows, mean_resizing=False)  # their values are saved as well
+            return
 
 
 def is_blank(model: Any) -> bool:
@@ -279,13 +272,20 @@ def has_new_tokens(model: Any) -> bool:
 
 
 def warn_of_vocabulary(model: Any, tokenizer: Any) -> None:
-    """An adapter whose embeddings fit neither the base model nor the tokenizer loads nowhere without help.
-
-    peft gives a base model as many embeddings as the tokenizer beside the adapter has tokens, where it has fewer.
+    """New embeddings that nothing trains; and those that fit neither the base model nor the tokenizer, which load
+    nowhere without help: peft gives a base model as many as the tokenizer beside the adapter has tokens, where it has
+    fewer.
     """
     if not isinstance(model, PeftModel):
         return
     rows, saved = _embedding_rows(model), _base_vocabulary(model)
+    embeddings = base_model(model).get_input_embeddings()
+    if saved is not None and rows > saved and not any(p.requires_grad for p in embeddings.parameters()):
+        logger.warning(
+            "The embeddings of %d tokens are new, and nothing trains them: they are saved as they are now. To train "
+            "them, name their ids in trainable_token_indices of the LoraConfig, or use added_tokens of GRPOConfig.",
+            rows - saved,
+        )
     if saved is not None and rows not in (saved, max(saved, len(tokenizer))):
         logger.warning(
             "The model has embeddings for %d tokens, its base model on disk for %d, and the tokenizer %d tokens: the "

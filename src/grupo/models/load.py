@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +32,8 @@ def load_policy(
     kwargs = dict(model_init_kwargs or {})
     kwargs.setdefault("dtype", kwargs.pop("torch_dtype", torch.float32))
     if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
-        kwargs["dtype"] = _dtype_named(kwargs["dtype"])
+        known = (*DTYPES, "float64")
+        kwargs["dtype"] = dtype_named(kwargs["dtype"], setting="model_init_kwargs: dtype", known=known)
     wanted = kwargs.get("attn_implementation")
     if wanted == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         logger.warning("attn_implementation='flash_attention_2' needs the package flash-attn; 'sdpa' is used instead.")
@@ -112,13 +112,16 @@ def supports_bfloat16() -> bool:
     return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
 
 
-def _dtype_named(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(
-            f"model_init_kwargs has dtype={name!r}, which is no torch dtype. Use 'float32', 'bfloat16' or 'float16'."
-        )
-    return dtype
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def dtype_named(dtype: str | torch.dtype, *, setting: str = "dtype", known: Sequence[str] = DTYPES) -> torch.dtype:
+    """Raises a ConfigError where a dtype, given itself or by name, is none of the known ones."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in known:
+        raise ConfigError(f"{setting}={dtype!r} is none of the dtypes here: use {', '.join(map(repr, known))}.")
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def load_tokenizer(
@@ -178,83 +181,6 @@ def quantization(model: Any) -> dict[str, Any] | None:
     return config if config is None or isinstance(config, dict) else dict(config.to_dict())
 
 
-def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) -> Any:
-    """The model with a fresh adapter; `revision` is that of the model, where it came from the Hub.
-
-    Raises:
-        ConfigError: the model has an adapter already, or none of its modules is named in `target_modules`.
-        UnsupportedError: the adapter is of a kind that is not supported.
-    """
-    from peft import PeftConfig, get_peft_model
-
-    if not isinstance(peft_config, PeftConfig):
-        raise ConfigError(
-            f"peft_config is {type(peft_config).__name__}; it must be a configuration of peft, as in "
-            "peft.LoraConfig(task_type='CAUSAL_LM', r=16, target_modules='all-linear')."
-        )
-    # Both a PeftModel and a plain model into which transformers has loaded an adapter folder.
-    if getattr(model, "peft_config", None):
-        raise ConfigError(
-            "The model has an adapter already, and peft_config (`lora` in a recipe) asks for another. To train on with "
-            "the adapter, leave peft_config out (`lora: null`), and load it with is_trainable=True where you load it "
-            "yourself; to put a fresh one on top, pass the merged model: merge_and_unload() keeps what was learned."
-        )
-    _check_kind(peft_config)
-    _check_places(model, peft_config)
-    # A copy: peft writes into it, and one configuration may serve several runs.
-    peft_config = copy.deepcopy(peft_config)
-    peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
-    peft_config.revision = peft_config.revision or revision
-    try:
-        adapted = get_peft_model(prepared_for_adapter(model), peft_config)
-    except (ValueError, TypeError, NotImplementedError) as error:  # target modules that match nothing, most of the time
-        linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
-        raise ConfigError(
-            f"The adapter cannot be added: {first_line(error)} The linear layers of this model are called "
-            f"{', '.join(sorted(linear))}; 'all-linear' takes all but the head."
-        ) from error
-    _warn_of_tied_layers(adapted)
-    return adapted
-
-
-def _check_places(model: Any, peft_config: Any) -> None:
-    """peft passes over what it does not find.
-
-    Raises:
-        ConfigError: modules or layers that the model does not have.
-    """
-    names = [name for name, _ in model.named_modules()]
-    for wanted in getattr(peft_config, "modules_to_save", None) or ():
-        if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
-            raise ConfigError(
-                f"modules_to_save names {wanted!r}, and the model has no such module: nothing would be trained or "
-                "saved for it. Usual ones are 'lm_head' and 'embed_tokens'."
-            )
-    layers = getattr(peft_config, "layers_to_transform", None)
-    count = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
-    outside = [layer for layer in ([layers] if isinstance(layers, int) else layers or ()) if count and layer >= count]
-    if outside:
-        raise ConfigError(
-            f"layers_to_transform (`lora.layers` in a recipe) names {outside}, and the model has the layers 0 to "
-            f"{count - 1}."
-        )
-
-
-def _warn_of_tied_layers(model: Any) -> None:
-    """An adapter on one of two layers that share their weights: it trains, saves and loads; merging is the trap."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    base = base_model(model)
-    ends = {"embeddings": base.get_input_embeddings(), "head": base.get_output_embeddings()}
-    names = [name for name, layer in ends.items() if isinstance(layer, BaseTunerLayer)]
-    if names and base.config.get_text_config().tie_word_embeddings:
-        logger.warning(
-            "The adapter acts on the %s of a model whose embeddings and head share their weights. peft's "
-            "merge_and_unload() would change both, which is another model; `grupo export` takes them apart first.",
-            " and the ".join(names),
-        )
-
-
 def prepared_for_adapter(model: Any) -> Any:
     """A quantised model with its norms and embeddings in float32; any other as it is."""
     from peft import prepare_model_for_kbit_training
@@ -270,7 +196,7 @@ PROMPT_LEARNING = (
 )
 
 
-def _check_kind(peft_config: Any) -> None:
+def check_kind(peft_config: Any) -> None:
     """Adapters must be a function of each layer's input alone: rows are packed, and the sampler decodes a copy.
 
     Raises:
@@ -308,7 +234,7 @@ def check_trainable(model: Any) -> tuple[int, int]:
         UnsupportedError: it has an adapter of a kind that is not supported.
     """
     for config in (getattr(model, "peft_config", None) or {}).values():
-        _check_kind(config)
+        check_kind(config)
     check_quantized(model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(map(number_of_weights, model.parameters()))

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grupo.errors import RewardError
+from grupo.names import counted
 from grupo.rewards.answers import completion_texts
 from grupo.rewards.verifiers import Decision, GoldVerifier
 
@@ -49,7 +50,9 @@ def disagreement(
         RewardError: not one gold answer for each completion.
     """
     if len(completions) != len(golds):
-        raise RewardError(f"disagreement got {len(golds)} gold answers for {len(completions)} completions.")
+        raise RewardError(
+            f"disagreement got {counted(len(golds), 'gold answer')} for {counted(len(completions), 'completion')}."
+        )
     texts = completion_texts(completions)
     pairs = zip(_verdicts(verifier_a, texts, golds), _verdicts(verifier_b, texts, golds), strict=True)
     compared, differences = 0, []

@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 from grupo.errors import ConfigError, DataError, RewardError
+from grupo.names import counted
 from grupo.rewards.calls import Function
 from grupo.rewards.examination import Probing, Subject
 from grupo.rewards.faults import check_one, disagreements, faults_of_the_sum, measured
@@ -57,7 +58,9 @@ def check_rewards(
     """
     functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
     if weights is not None and len(weights) != len(functions):
-        raise ConfigError(f"weights has {len(weights)} numbers for {len(functions)} rewards; give one for each.")
+        raise ConfigError(
+            f"weights has {counted(len(weights), 'number')} for {counted(len(functions), 'reward')}; give one for each."
+        )
     if weights is not None and not all(isinstance(weight, Real) and math.isfinite(weight) for weight in weights):
         raise ConfigError(f"weights={list(weights)!r:.80} are no finite numbers; give one for each reward.")
     if not samples:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from grupo.errors import ConfigError, RewardError
+from grupo.names import counted
 from grupo.rewards.answers import completion_texts, shown_value
 from grupo.rewards.code_tests import CodeTest, ScriptTest, read_tests
 from grupo.rewards.sandbox import (
@@ -187,8 +188,8 @@ class CodeReward:
         cells = columns[self.tests_column]
         if len(cells) != len(completions):
             raise RewardError(
-                f"code_reward got {len(cells)} cells of '{self.tests_column}' for {len(completions)} completions; it "
-                "needs one for each."
+                f"code_reward got {counted(len(cells), 'cell')} of '{self.tests_column}' for "
+                f"{counted(len(completions), 'completion')}; it needs one for each."
             )
         if "isolation" not in self._warned:
             self._warned.add("isolation")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grupo.errors import ConfigError, RewardError
+from grupo.names import counted
 from grupo.rewards.probes import (
     BARE,
     EMPTY,
@@ -93,17 +94,17 @@ class Subject:
         except RewardError as error:
             self.broken = True
             name = "crash"
-            if re.search(r"returned [0-9]+ rewards for [0-9]+ completions", str(error)):
+            if re.search(r"returned [0-9]+ rewards? for [0-9]+ completions?", str(error)):
                 name = "wrong-count"
             elif " returned " in str(error):
                 name = "wrong-type"
-            self.report(name, f"On {len(probes)} completions ({kind}): {error}")
+            self.report(name, f"On {counted(len(probes), 'completion')} ({kind}): {error}")
             return None
         for failure in table.failures:
             where = f"on {shown(probes[failure.rows[0]][1])} ({kind})"
             if failure.kind == "timeout":
                 self.broken = True
-                self.report("timeout", f"Of {len(probes)} completions ({kind}), {failure.message}.")
+                self.report("timeout", f"Of {counted(len(probes), 'completion')} ({kind}), {failure.message}.")
                 return None
             if failure.kind == "exception":
                 if len(probes) == 1:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grupo.errors import RewardError
+from grupo.names import counted
 from grupo.records import RewardStatus
 from grupo.rewards.calls import Job, as_number
 
@@ -104,7 +105,7 @@ def _status(value: float | None) -> RewardStatus:
 
 def _returned_values(returned: Any, count: int, name: str) -> list[float | None]:
     """The n numbers or Nones that a function returned, not necessarily finite."""
-    expected = f"a list of {count} numbers, one per completion (None abstains)"
+    expected = f"a list of {counted(count, 'number')}, one per completion (None abstains)"
     if returned is None:
         raise RewardError(f"Reward function '{name}' returned None instead of {expected}. Does it lack a return?")
     if isinstance(returned, Awaitable):
@@ -116,7 +117,8 @@ def _returned_values(returned: Any, count: int, name: str) -> list[float | None]
     values = _listed(returned, count, name, expected)
     if len(values) != count:
         raise RewardError(
-            f"Reward function '{name}' returned {len(values)} rewards for {count} completions; it must return "
+            f"Reward function '{name}' returned {counted(len(values), 'reward')} for "
+            f"{counted(count, 'completion')}; it must return "
             f"{expected}."
         )
     numbers: list[float | None] = []

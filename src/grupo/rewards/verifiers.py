@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from grupo.errors import ConfigError, RewardError
+from grupo.names import counted
 from grupo.rewards.answers import Found, completion_texts
 from grupo.rewards.golds import shown_gold
 
@@ -69,8 +70,8 @@ class VerifierReward:
             )
         if len(verdicts) != len(texts):
             raise RewardError(
-                f"The verifier {self.__name__} returned {len(verdicts)} verdicts for {len(texts)} completions; it must "
-                "return one for each."
+                f"The verifier {self.__name__} returned {counted(len(verdicts), 'verdict')} for "
+                f"{counted(len(texts), 'completion')}; it must return one for each."
             )
         for verdict in verdicts:
             if verdict.decision not in self._scores:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from grupo.errors import DataError
+from grupo.names import counted
 from grupo.records import Completion, FinishReason, Prompt
 from grupo.rollout.engine import GenerationRequest
 from grupo.sampling import SamplingSpec
@@ -70,7 +71,7 @@ def _in_order(completions: Sequence[Sequence[int]]) -> Script:
             return next(remaining)
         except StopIteration:
             raise DataError(
-                f"The script has {len(completions)} completions, and all of them are used up. Give one for every "
+                f"The script has {counted(len(completions), 'completion')}, all used up. Give one for every "
                 "completion of the run, evaluations included, or a function of the prompt and the place in its group."
             ) from None
 

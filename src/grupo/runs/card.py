@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grupo import __version__
+from grupo.names import counted
 from grupo.runs.curves import REWARD_CURVE, metrics_table, training_log
 
 TAGS = ("grpo", "grupo")
@@ -83,7 +84,7 @@ def card_from_files(folder: Path, run: Path, *, base_model: str | None, is_adapt
         # Its own name for the base model is the better one: not the place where it was cached.
         named = re.search(r"^base_model: (.+)$", of_run, flags=re.MULTILINE)
         base_model = named.group(1) if named else base_model
-    steps = f"trained for {log[-1]['step']} steps of GRPO with grupo" if log else "trained with grupo"
+    steps = f"trained for {counted(log[-1]['step'], 'step')} of GRPO with grupo" if log else "trained with grupo"
     return model_card(
         title=folder.resolve().name,
         folder=folder.resolve().name,

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from grupo import __version__
 from grupo.errors import ConfigError, TrainingError
 from grupo.names import BASE_QUANTIZATION
-from grupo.records import Group
+from grupo.records import Group, group_record
 from grupo.runs.checkpoint import UNFINISHED, numbers_of_checkpoints
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ CHECKPOINTS = ("checkpoint-*", UNFINISHED, "sft", "sft.*")
 ADAPTER = ("adapter_*", BASE_QUANTIZATION)
 WHOLE_MODEL = ("config.json", "generation_config.json", "model*.safetensors*")
 CARD = ("README.md", "reward.svg")
+
+MODEL_STEP = "model_step"
+"""In the manifest: the optimizer step that the run had come to when it saved the model in its folder. Later checkpoints
+are newer."""
 
 
 class RunFolder:
@@ -79,6 +83,8 @@ class RunFolder:
             logged_step: the last one that was in a log then; tables of later ones come again.
         """
         cut = self.path / "cut"
+        if self.read_json("manifest.json").get(MODEL_STEP, 0) > step:
+            self.model_is_saved(step)  # it is from what is cut: the next checkpoint is newer
         moved = {}
         for path in self._files():
             if path.is_file():
@@ -121,31 +127,15 @@ class RunFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """What `write_json` wrote; empty where there is no such file."""
         path = self.path / name
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        return read_json(path) if path.is_file() else {}
 
     def update_json(self, name: str, changes: Mapping[str, Any]) -> None:
         self.write_json(name, {**self.read_json(name), **changes})
 
-
-def group_record(group: Group, reward_names: Sequence[str]) -> dict[str, Any]:
-    """A group as people and other programs read it."""
-    return {
-        "prompt_id": group.prompt.id,
-        "row": group.prompt.row,
-        "prompt": group.prompt.content,
-        "completions": [
-            {
-                "text": rollout.completion.text,
-                "tokens": len(rollout.completion.token_ids),
-                "finish_reason": rollout.completion.finish_reason.value,
-                "rewards": dict(zip(reward_names, rollout.scores, strict=True)),
-                "statuses": {name: status.value for name, status in zip(reward_names, rollout.statuses, strict=True)},
-                "reward": reward,
-                "advantage": advantage,
-            }
-            for rollout, reward, advantage in zip(group.rollouts, group.rewards, group.advantages, strict=True)
-        ],
-    }
+    def model_is_saved(self, step: int) -> None:
+        """Call when the model in the folder is that of optimizer step `step`."""
+        if (self.path / "manifest.json").is_file():  # or nothing was trained here
+            self.update_json("manifest.json", {MODEL_STEP: step})
 
 
 def manifest(*, seed: int, model_name: str, model_hash: str, plan: Sequence[str], **more: Any) -> dict[str, Any]:
@@ -222,6 +212,14 @@ def named(path: Path) -> Iterator[None]:
             f"{path} cannot be written: {getattr(error, 'strerror', None) or error}. Make room, or allow it; the run "
             "then goes on from its last checkpoint, with --resume or trainer.train(resume_from_checkpoint=True)."
         ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises a ConfigError where the file is damaged."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON object: it is damaged.") from error
 
 
 def _append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from grupo.errors import TrainingError
 from grupo.metrics import MetricSums
+from grupo.names import counted
 
 logger = logging.getLogger("grupo")
 
@@ -50,7 +51,7 @@ class GradientGuard:
         logger.warning("Step %d has non-finite gradients; they are dropped.", step)
         if self.in_a_row >= self.max_steps:
             raise TrainingError(
-                f"{self.in_a_row} optimizer steps in a row had NaN or infinite gradients "
+                f"{counted(self.in_a_row, 'optimizer step')} in a row had NaN or infinite gradients "
                 f"(max_nonfinite_steps={self.max_steps}); the weights are those before them. Lower learning_rate (now "
                 f"{self.learning_rate}), keep scale_rewards='group', and check that the model computes finite logits "
                 "in its dtype."

@@ -1,8 +1,9 @@
 """Whether a run is the one that a checkpoint belongs to: what must be the same, what may change, and how that is asked.
 
 Settings are compared by name. Those of `FREE` change no number of the training. Those of `ACCEPTABLE` make it another
-run from the checkpoint on, which is what some people want: they say so by name. All others decide about what a
-checkpoint holds (the order of the prompts, the open rollout window, the optimizer's state) and cannot change.
+run from the checkpoint on, which is what some people want: they say so by name. Those of `FIXED` decide about what a
+checkpoint holds (the order of the prompts, the open rollout window, the optimizer's state) and cannot change; nor can
+fields that are in none of the three.
 """
 
 from __future__ import annotations
@@ -41,37 +42,82 @@ FREE = frozenset(
         *("use_cpu", "local_rank", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
         *("ddp_static_graph", "ddp_backend", "ddp_timeout", "accelerator_config", "full_determinism"),
         *("micro_batch_tokens", "offload_activations", "activation_checkpointing", "gradient_checkpointing"),
-        *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+        *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "pad_to_multiple_of"),
         # Seen in other entries: "dataset", "model", "steps" and the resolved sizes of the batches.
         *("max_prompt_length", "overlong_prompts", "chat_template_kwargs", "model_init_kwargs", "trust_remote_code"),
         *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
-        *("generation_batch_size", "steps_per_generation", "data_seed", "reward_weights"),
+        *("generation_batch_size", "steps_per_generation", "data_seed", "reward_weights", "generation_kwargs"),
     }
 )
 """Fields of the configuration that are not compared."""
 
+WATCHED = frozenset(
+    {
+        *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "num_generations_eval"),
+        *("metric_for_best_model", "greater_is_better"),
+    }
+)
+"""Fields of `FREE` that are compared where the learning rate follows what evaluations find."""
+
 ACCEPTABLE = frozenset(
     {
+        *WATCHED,
         *("steps", "rewards", "reward_weights"),
         *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm"),
-        *("max_completion_length", "top_p", "top_k", "min_p", "repetition_penalty"),
+        *("max_completion_length", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
         *("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "scale_rewards"),
         *("multi_objective_aggregation", "mask_truncated_completions", "kl_on_dead_groups"),
         *("use_bias_correction_kl", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef"),
         *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
         *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
         *("vespo_lambda_neg", "scoring_dropout", "disable_dropout", "cast_lm_head_to_fp32", "bf16", "fp16", "tf32"),
+        *("ref_model_mixup_alpha", "ref_model_sync_steps", "num_generations_trained", "dynamic_sampling_max_rounds"),
+        *("curriculum_threshold", "curriculum_window", "curriculum_success_reward"),
     }
 )
 """Settings that may change where `accept_changes` names them."""
 
+FIXED = frozenset(
+    {
+        # Which prompts come, and how many of their completions.
+        *("seed", "shuffle_dataset", "num_generations", "num_iterations", "curriculum_column", "dynamic_sampling"),
+        # The open window was sampled, and is scored, with them.
+        *("temperature", "chat_template", "beta", "reference_policy", "sync_ref_model", "use_adaptive_entropy"),
+        # Those of the checkpoint would win.
+        *("learning_rate", "weight_decay", "optim", "optim_args", "optim_target_modules"),
+        *("adam_beta1", "adam_beta2", "adam_epsilon"),
+    }
+)
+"""Fields that cannot change within a run."""
 
-def check_same_run(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Sequence[str]) -> None:
+
+def names_of_changes(accepted: Any) -> list[str]:
+    """A list of names, or a text with them, separated by commas, as on the command line.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(accepted, str):
+        return [name.strip() for name in accepted.split(",") if name.strip()]
+    names: list[Any] = list(accepted) if isinstance(accepted, Iterable) else [None]
+    if all(isinstance(name, str) for name in names):
+        return names
+    raise ConfigError(
+        f"accept_changes={accepted!r}: expected the names of settings, as in accept_changes=['steps', 'rewards']."
+    )
+
+
+def check_same_run(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], accepted: str | Sequence[str]
+) -> None:
     """Compares the settings of a checkpoint with those of the run that is to go on from it.
 
     Raises:
         ConfigError: a setting that is not accepted has changed, or `accepted` names one that cannot be.
     """
+    accepted = names_of_changes(accepted)
+    if free := [name for name in accepted if name in FREE - ACCEPTABLE]:
+        raise ConfigError(f"accept_changes names {_listed(free)}, which may change in any case: leave it out.")
     unknown = [name for name in accepted if name not in ACCEPTABLE]
     if unknown:
         raise ConfigError(
