@@ -93,6 +93,7 @@ def test_every_field_of_trl_has_its_default() -> None:
 def test_own_fields() -> None:
     assert {name: field_default(FIELDS[name]) for name in GRUPO_ROWS} == {
         "chat_template": None,
+        "added_tokens": None,
         "max_prompt_length": None,
         "overlong_prompts": "filter",
         "reference_policy": "start",

@@ -206,8 +206,9 @@ def test_the_examples_about_export_run(tmp_path, monkeypatch):
 
 def test_the_examples_about_adapters_run(tmp_path, monkeypatch):
     page = ROOT / "docs" / "adapters.md"
-    (recipe,), examples = blocks(page, "yaml"), blocks(page, "python")
+    (recipe, with_tokens), examples = blocks(page, "yaml"), blocks(page, "python")
     spec = Recipe.model_validate(yaml.safe_load(recipe))
+    assert Recipe.model_validate(yaml.safe_load(with_tokens)).training["added_tokens"] == ["<plan>", "</plan>"]
     monkeypatch.chdir(tmp_path)
     model = add_adapter(tiny_model(), fresh_adapter(spec))
     assert model.peft_config["default"].use_rslora

@@ -11,11 +11,22 @@ import pytest
 
 import grupo
 from grupo.config import GRPOConfig
+from grupo.names import counted
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 CELLS = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
 QUOTED = [quoted for row in CELLS for cell in row for quoted in re.findall(r"`([^`]+)`", cell)]
 MESSAGES = [quoted for quoted in QUOTED if "…" in quoted or (quoted.endswith(".") and " " in quoted)]
+
+
+def filled(part: ast.expr) -> str:
+    """A part of a string, … for what a run fills in; of `counted(number, noun)` the noun is known."""
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    value = part.value if isinstance(part, ast.FormattedValue) else part
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "counted":
+        return counted(2, ast.literal_eval(value.args[1])).replace("2", "…")
+    return "…"
 
 
 def texts() -> list[str]:
@@ -24,8 +35,9 @@ def texts() -> list[str]:
     for path in Path(grupo.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
-                found.append("".join(parts))
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else filled(part) for part in node.values)
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(re.sub(r"%\S*?[dsrf]", "…", node.value))
     return found

@@ -83,6 +83,8 @@ FIXED = frozenset(
         *("seed", "shuffle_dataset", "num_generations", "num_iterations", "curriculum_column", "dynamic_sampling"),
         # The open window was sampled, and is scored, with them.
         *("temperature", "chat_template", "beta", "reference_policy", "sync_ref_model", "use_adaptive_entropy"),
+        # Its rows are among the weights.
+        "added_tokens",
         # Those of the checkpoint would win.
         *("learning_rate", "weight_decay", "optim", "optim_args", "optim_target_modules"),
         *("adam_beta1", "adam_beta2", "adam_epsilon"),
