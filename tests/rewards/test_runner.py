@@ -256,6 +256,7 @@ def test_signals_in_a_reward_thread_are_named_with_the_way_out() -> None:
 def test_ctrl_c_reaches_the_main_thread_while_a_reward_runs() -> None:
     script = """
 import os, signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background of a shell ignore it
 from grupo.rewards import RewardRunner
 def hangs(**columns): time.sleep(60)
 async def hangs_too(**columns):

@@ -212,14 +212,13 @@ def test_thousands_of_items_leave_nothing_behind() -> None:
 
 
 @reads_proc
-def test_close_ends_workers_also_busy_ones_and_the_pool_refuses_more() -> None:
+def test_close_ends_workers_also_busy_ones_and_the_pool_refuses_more(tmp_path: Path) -> None:
     before = children()
     pool = WorkerPool(functions.behave, timeout=30.0, workers=1)
     outcome: list[Any] = []
-    busy = threading.Thread(target=lambda: outcome.append(pool.map([("sleep", 30)])))
+    busy = threading.Thread(target=lambda: outcome.append(pool.map([("mark and sleep", str(tmp_path / "busy"))])))
     busy.start()
-    assert eventually(lambda: bool(children() - before), 5)
-    time.sleep(0.5)
+    assert eventually((tmp_path / "busy").exists, 20)
     pool.close()
     pool.close()
     busy.join(5)

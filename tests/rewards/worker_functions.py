@@ -19,6 +19,9 @@ def behave(item: Any) -> Any:
     what, value = item
     if what == "sleep":
         time.sleep(value)
+    elif what == "mark and sleep":
+        Path(value).touch()
+        time.sleep(30)
     elif what == "spin":  # C code that lets no other thread of its process run
         9 ** (9**value)
     elif what == "allocate":

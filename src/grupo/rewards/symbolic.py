@@ -200,10 +200,14 @@ _UNICODE = str.maketrans(
 
 
 def prepare() -> None:
-    """Import and warm up math-verify, and silence its warning that time-outs are off."""
+    """Import and warm up math-verify, and silence its warning that time-outs are off.
+
+    Sympy imports its parts when they are first needed, which would count in the time limit of somebody's answer.
+    """
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-    same_formula((r"\frac{x + 1}{2}", r"\frac{1 + x}{2}"))
+    for question in ((r"\frac{x + 1}{2}", r"\frac{1 + x}{2}"), ("(x+1)^2", "x^2+2x+1"), (r"\sin 2x", r"2\sin x\cos x")):
+        same_formula(question)
 
 
 def same_formula(question: tuple[str, str]) -> bool:
