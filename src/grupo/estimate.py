@@ -186,10 +186,11 @@ def memory_estimate(
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trainable = sum(parameter.nbytes for parameter in trained)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return MemoryEstimate(
         weights=_weights(model, quantization),
         trainable=trainable,
-        optimizer=sum(_state_bytes(parameter, config) for parameter in trained),
+        optimizer=sum(_state_bytes(parameter, config, embeds=id(parameter) in embeddings) for parameter in trained),
         reference=trainable if config.beta != 0.0 and config.reference_policy == "start" else 0,
         gradients=trainable,
         **run.in_rollout(),
@@ -351,7 +352,7 @@ def _weights(model: Any, quantization: str | None) -> dict[str, int]:
     return dict(kept)
 
 
-def _state_bytes(parameter: Tensor, config: GRPOConfig) -> int:
+def _state_bytes(parameter: Tensor, config: GRPOConfig, *, embeds: bool) -> int:
     """What the optimizer keeps of a trained weight: it is asked, with a step of a smaller one."""
     first, *rest = parameter.shape or (1,)
     count = min(first, math.ceil(PROBED_NUMBERS / max(math.prod(rest), 1)))
@@ -360,6 +361,8 @@ def _state_bytes(parameter: Tensor, config: GRPOConfig) -> int:
     optimizer_class: Any
     try:
         optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config)
+        if embeds and arguments.get("optim_bits") == 8:
+            arguments["optim_bits"] = 32  # as transformers has it for embeddings
         optimizer = optimizer_class([probe], **arguments)
         optimizer.step()
     except (TypeError, ValueError, AttributeError, RuntimeError, ImportError):
