@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cases.harness import logs_of, make_trainer, snapshot, token_logprobs, train, unchanged
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.export import merge
 from grupo.models.adapters import find_adapter, is_blank, load_with_adapter, save_adapter
-from grupo.models.fresh_adapter import add_adapter
+from grupo.models.fresh_adapter import add_adapter, add_tokens
 from grupo.models.reference import BaseModel, ReferencePolicy
 from grupo.recipe import Recipe
 from grupo.records import Sample
@@ -442,6 +443,51 @@ def test_what_is_newest_in_a_run(base: Path, tmp_path: Path, caplog: pytest.LogC
     with pytest.raises(ConfigError, match="no saved model and no checkpoint that is whole"):
         make(tmp_path / "next", str(run))
     assert newest_model("org/name") == "org/name" and newest_model(str(base)) == str(base)
+
+
+def test_a_run_leaves_the_model_that_it_starts_from(base: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match="folder of the model that training starts from"):
+        make(base, str(base), tokenizer=None)
+    make(base, str(base), peft_config=lora(), tokenizer=None)  # an adapter has files of other names
+    make(run, str(base), save_strategy="steps", save_steps=1, max_steps=1).train()
+    with pytest.raises(ConfigError, match="which would be overwritten, or moved"):
+        make(run, str(run), peft_config=lora(), tokenizer=None)
+
+
+def test_a_generation_config_that_contradicts_itself_can_be_saved(base: Path, tmp_path: Path) -> None:
+    """As many models are published with; the tokenizer's padding is another, which training takes over."""
+    edit(base / "generation_config.json", temperature=0.6, pad_token_id=5)
+    whole = make(tmp_path / "whole", base, tokenizer=None)
+    train(whole)
+    whole.save_model()
+    adapted = make(tmp_path / "adapted", base, tokenizer=None, peft_config=lora())
+    train(adapted)
+    merge(adapted.model, tmp_path / "merged", tokenizer=adapted.tokenizer)
+    for folder in ("whole", "merged"):
+        saved = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        assert saved["temperature"] == 0.6 and saved["pad_token_id"] == whole.tokenizer.pad_token_id != 5
+
+
+def test_what_added_tokens_begin_with_depends_on_the_model_alone() -> None:
+    """Not on random numbers or threads: a resumed run is known by it."""
+    rows = []
+    for seed in (1, 2):
+        model, tokenizer = tiny_model(tied=False, vocab_size=len(tiny_tokenizer())), tiny_tokenizer()
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        wanted = torch.stack([end.weight.double().mean(0).float() for end in ends])
+        torch.manual_seed(seed)
+        add_tokens(model, tokenizer, ["<think>"], None)
+        rows.append(torch.stack([model.get_input_embeddings().weight[-1], model.get_output_embeddings().weight[-1]]))
+        torch.testing.assert_close(rows[-1], wanted, rtol=1e-6, atol=1e-8)
+    assert torch.equal(*rows)
+
+
+def test_an_adapter_is_saved_also_where_its_base_model_is_gone(base: Path, tmp_path: Path) -> None:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora())
+    base.rename(tmp_path / "elsewhere")
+    save_adapter(model, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
 def test_a_model_of_what_was_cut_is_older_than_the_next_checkpoint(base: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, TrainingError
 from grupo.runs.checkpoint import MARKER, UNFINISHED, damage, put_finished_in_place, write_checkpoint
+from grupo.runs.folder import RunFolder
+from tiny import tiny_model
 from tiny_trainer import make_trainer, weights
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2)
@@ -208,6 +213,14 @@ def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path, caplog: py
     assert trainer.state.global_step == 2 and not checkpoints(tmp_path)
 
 
+def test_a_file_that_does_not_fit_leaves_the_one_before_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_json("manifest.json", {"model_step": 3})
+    with pytest.raises(TrainingError, match=r"manifest\.json cannot be written"), files_of_at_most(10):
+        folder.update_json("manifest.json", {"model_step": 4})
+    assert folder.read_json("manifest.json") == {"model_step": 3}
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
 def test_records_that_cannot_be_written_end_the_run_with_a_sentence(name: str, tmp_path: Path) -> None:
     """Not in silence, and not later: what was trained is in the last checkpoint, and the run goes on from there."""
@@ -263,6 +276,71 @@ def test_the_best_checkpoint_is_kept_found_and_loaded(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, best[name]) for name, tensor in weights(trainer.model).items())
 
 
+def test_what_is_only_called_a_checkpoint_is_neither_deleted_nor_counted(tmp_path: Path) -> None:
+    """An export of a checkpoint, which lands beside it, and a checkpoint that another program has left."""
+    for name in ("checkpoint-1-merged", "checkpoint-500"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("weights")
+    make(tmp_path, save_total_limit=1).train()
+    assert checkpoints(tmp_path) == ["checkpoint-1-merged", "checkpoint-4", "checkpoint-500"]
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_a_run_that_is_stopped_keeps_its_newest_checkpoint_beside_the_best(name: str, tmp_path: Path) -> None:
+    def trainer(*callbacks: TrainerCallback) -> GRPOTrainer:
+        return make(
+            tmp_path, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
+            eval_dataset=[{"prompt": "a", "dead": False}], reward_funcs=scripted_scores({1: 9.0}),
+            model=get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", r=2), adapter_name=name),
+            peft_config=None, callbacks=list(callbacks),
+        )  # fmt: skip
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            stopped.stop_signals.received = signal.SIGTERM if state.global_step == 3 else None
+
+    stopped = trainer(Stops())
+    with pytest.raises(SystemExit):
+        stopped.train()
+    assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+    best = load_file(tmp_path / "checkpoint-1" / name.replace("default", "") / "adapter_model.safetensors")
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4 and checkpoints(tmp_path) == ["checkpoint-1"]
+    found = get_peft_model_state_dict(resumed.model, adapter_name=name)
+    assert best.keys() == found.keys() and all(torch.equal(best[key], found[key]) for key in best)
+
+
+def test_a_callback_that_is_added_later_can_end_the_run(tmp_path: Path) -> None:
+    """What came since the last log is logged, and the checkpoint comes behind it, as with one of the constructor."""
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = control.should_save = state.global_step == 3
+
+    trainer = make(tmp_path, logging_steps=10, save_strategy="no")
+    trainer.add_callback(Ends())
+    trainer.train()
+    assert steps(tmp_path / "metrics.jsonl") == [3, 3] and checkpoints(tmp_path) == ["checkpoint-3"]
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert [line["step"] for line in state["log_history"]] == [3]
+
+
+def test_a_checkpoint_that_was_brought_back_or_lies_elsewhere_is_the_runs_own(tmp_path: Path) -> None:
+    first, link, alone = tmp_path / "first", tmp_path / "link", tmp_path / "alone"
+    make(first, max_steps=2).train()
+    shutil.copytree(first, link)
+    (link / "checkpoint-2").rename(tmp_path / "larger disk")
+    (link / "checkpoint-2").symlink_to(tmp_path / "larger disk")
+    alone.mkdir()
+    shutil.copytree(first / "checkpoint-2", alone / "checkpoint-2")
+    for folder in (link, alone):
+        make(folder, max_steps=3).train(resume_from_checkpoint=True)
+        assert not (folder / "earlier").exists() and (folder / "checkpoint-2").is_dir()
+        assert json.loads((folder / "manifest.json").read_text())["plan"]
+    assert steps(link / "metrics.jsonl") == [1, 2, 3, 3]
+
+
 def test_a_run_that_goes_on_in_another_folder_has_records_of_its_own(tmp_path: Path) -> None:
     make(tmp_path / "first", max_steps=2).train()
     before = (tmp_path / "first" / "metrics.jsonl").read_bytes()
@@ -287,6 +365,7 @@ def test_what_came_after_the_checkpoint_is_cut_and_kept(tmp_path: Path, caplog: 
     with (tmp_path / "completions.jsonl").open("ab") as file:
         file.write('{"step": 2, "prompt": "ä'.encode()[:-1])  # in the middle of a line, and of a character
     before = (tmp_path / "completions.jsonl").read_bytes()
+    (tmp_path / "completions" / "completions_all.parquet").write_text("somebody's own")
     make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 4], "the last one is the summary of the run"
     assert steps(tmp_path / "completions.jsonl") == [step for step in (1, 2, 3, 4) for _ in range(4)]
@@ -297,6 +376,10 @@ def test_what_came_after_the_checkpoint_is_cut_and_kept(tmp_path: Path, caplog: 
     assert tables == ["completions_00003.parquet", "completions_00004.parquet"]
     assert checkpoints(tmp_path / "cut") == ["checkpoint-3", "checkpoint-4"]
     assert "9 of completions.jsonl, 3 of metrics.jsonl, 2 of completions, 2 of checkpoints" in caplog.text
+    assert (tmp_path / "completions" / "completions_all.parquet").is_file()
+    with pytest.raises(ConfigError, match="among what was cut"):
+        make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
+    assert not (tmp_path / "earlier").exists()
     make(tmp_path, max_steps=1).train()
     assert (tmp_path / "earlier" / "cut" / "metrics.jsonl").is_file() and not (tmp_path / "cut").exists()
 

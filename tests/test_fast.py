@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import grupo
@@ -366,6 +366,11 @@ def test_the_models_own_adapter_is_used_unless_another_is_asked_for(folder, tmp_
     assert model.fast_generate("abc", EIGHT) == second, "and afterwards its own again"
     assert base.fast_generate("abc", EIGHT) == base_says and not hasattr(base, "peft_config")
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path / "small")
+    for one in (model, base):
+        with pytest.raises(ConfigError, match=r"small' cannot be put on the model: .*size mismatch"):
+            one.fast_generate("abc", EIGHT, lora_request=str(tmp_path / "small"))
+    assert not any(hasattr(part, "lora_A") for part in base.modules()) and not hasattr(base, "peft_config")
     assert list(model.peft_config) == ["default"]
     with model.disable_adapter():
         assert model.fast_generate("abc", EIGHT) == base_says

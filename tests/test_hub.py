@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from grupo import hub
 from grupo.cli import main
 from grupo.models.adapters import find_adapter, load_with_adapter, save_adapter
-from grupo.models.load import load_policy
+from grupo.models.load import load_policy, load_tokenizer
 from tiny import tiny_model, tiny_tokenizer
 
 NAME = "nobody/has-made-this-1b"
@@ -74,6 +74,8 @@ def test_what_is_in_the_cache_is_used(offline: list[str], tmp_path: Path) -> Non
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
     model = load_policy(NAME, {"cache_dir": str(tmp_path)})
     assert sum(parameter.numel() for parameter in model.parameters()) > 20000
+    tiny_tokenizer().save_pretrained(snapshot)
+    assert len(load_tokenizer(model, {"cache_dir": str(tmp_path)})) == len(tiny_tokenizer())
     assert len(offline) == 1
 
 

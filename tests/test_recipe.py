@@ -99,6 +99,17 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     assert load_recipe(written(tmp_path, to_yaml(load_recipe(None)))) == load_recipe(None)
 
 
+def test_tokens_of_the_hub_are_not_written_down() -> None:
+    """The file and the card with it go to the Hub."""
+    secret = {"hub_token": "hf_secret", "max_steps": 3, "model_init_kwargs": {"token": "hf_secret", "revision": "main"}}
+    recipe = Recipe.model_validate({"task": "times-tables", "training": secret, "sft": {"training": secret}})
+    for with_defaults in (True, False):
+        written = yaml.safe_load(to_yaml(recipe, with_defaults=with_defaults))
+        for part in (written, written["sft"]):
+            assert part["training"] == {"max_steps": 3, "model_init_kwargs": {"revision": "main"}}
+    assert recipe.training == secret
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

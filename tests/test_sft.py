@@ -288,9 +288,13 @@ def test_a_resumed_run_does_not_repeat_it(life: Path, model: Path, tmp_path: Pat
 
     broken = tmp_path / "broken"
     assert run("train", model, broken, "training.max_steps=2") == 0
-    shutil.rmtree(broken / "checkpoint-2")
     phase = (broken / "sft" / "adapter_model.safetensors").read_bytes()
+    for checkpoint in broken.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
     capsys.readouterr()
+    assert run("train", model, broken, flags=("--resume",)) == 0, "it was killed before its first checkpoint"
+    assert "starts from the beginning" in capsys.readouterr().out and (broken / "earlier").is_dir()
+    shutil.rmtree(broken / "checkpoint-2")
     assert run("train", model, broken, flags=("--resume",)) == 0
     assert "supervised fine-tuning" not in capsys.readouterr().out
     assert (broken / "sft" / "adapter_model.safetensors").read_bytes() == phase
@@ -301,7 +305,7 @@ def test_a_resumed_run_does_not_repeat_it(life: Path, model: Path, tmp_path: Pat
     for setting in ("sft=null", ""):
         assert run("train", model, broken, *filter(None, [setting]), flags=("--resume",)) == 2
         assert ("and the recipe has no `sft`" if setting else "no folder 'sft'") in capsys.readouterr().err
-        assert (broken / "checkpoint-2").is_dir() and not (broken / "earlier").exists()
+        assert (broken / "checkpoint-2").is_dir() and not (broken / "earlier-2").exists()
         shutil.rmtree(broken / "sft", ignore_errors=True)
 
 
@@ -327,10 +331,17 @@ def test_the_phase_alone_and_grpo_from_its_folder_are_the_same_run(life: Path, m
     wanted, found = (load_file(path / "adapter_model.safetensors") for path in (life, folder))
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
     assert load_recipe(str(folder / "recipe.yaml")).lora is None
+    first = (tmp_path / "shown" / "adapter_model.safetensors").read_bytes()
+    assert run("sft", model, tmp_path / "shown", "sft.rows=8") == 0
+    assert (tmp_path / "shown" / "earlier" / "adapter_model.safetensors").read_bytes() == first
+    assert (tmp_path / "shown" / "earlier" / "sft.yaml").is_file(), "a second phase does not overwrite the first"
 
 
 def test_a_whole_model_can_be_shown_answers_too(model: Path, tmp_path: Path) -> None:
-    assert run("train", model, tmp_path, "lora=null", "training.max_steps=1", "eval.enabled=false") == 0
+    saved = ("sft.training.save_strategy=epoch", "sft.training.save_only_model=true")
+    assert run("train", model, tmp_path, "lora=null", "training.max_steps=1", "eval.enabled=false", *saved) == 0
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"], "of GRPO"
+    assert len(list((tmp_path / "sft.checkpoints").iterdir())) == 4
     start, shown_to, trained = (
         load_file(folder / "model.safetensors")["lm_head.weight"] for folder in (model, tmp_path / "sft", tmp_path)
     )

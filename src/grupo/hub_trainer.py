@@ -6,9 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from transformers.trainer_utils import HubStrategy
+from transformers.utils.hub import PushInProgress, hf_api
+
 from grupo.adapter_trainer import AdapterTrainer
 from grupo.errors import ConfigError, GrupoError, first_line
-from grupo.export.upload import check_hub_answers, command, failures, is_refusal, push, retried
+from grupo.export.upload import NOT_UPLOADED, check_hub_answers, command, failures, is_refusal, push, retried
 from grupo.runs.card import TAGS
 
 logger = logging.getLogger("grupo")
@@ -18,7 +22,7 @@ class HubTrainer(AdapterTrainer):
     """Uploads of the run are warnings when they fail, with the command that makes up for them.
 
     The base class makes the repository when it is constructed and raises where the Hub is out of reach, and it never
-    looks at what became of the uploads at checkpoints.
+    looks at what became of the uploads at checkpoints. It also uploads everything that is in the run's folder.
     """
 
     args: Any
@@ -67,14 +71,24 @@ class HubTrainer(AdapterTrainer):
             kwargs.setdefault("dataset", dataset)
             kwargs.setdefault("dataset_tags", dataset)
         tags = kwargs.get("tags") or []
-        kwargs["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *TAGS]))
+        tags = [*([tags] if isinstance(tags, str) else tags), *TAGS, *(getattr(self.model, "model_tags", None) or ())]
+        kwargs["tags"] = list(dict.fromkeys(tags))
+        kwargs.setdefault("model_name", self._repo_name().rpartition("/")[2])
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)  # whatever becomes of the upload
+        if not self.is_world_process_zero():
+            return None
 
         def upload() -> Any:
             check_hub_answers()
-            return super(HubTrainer, self).push_to_hub(
-                commit_message, blocking, token=token, revision=revision, private=private, **kwargs
-            )
+            if self.hub_model_id is None:
+                self.init_hf_repo(token=token or self.args.hub_token, private=private)
+            if self.hub_model_id is None:
+                raise ConnectionError("There is no repository to upload to.")
+            self.create_model_card(**kwargs)
+            self._finish_current_push()
+            where = {name: value for name, value in (("token", token), ("revision", revision)) if value is not None}
+            return self._upload(self.args.output_dir, commit_message, run_as_future=not blocking, **where)
 
         return retried(
             upload, self.args.output_dir, self._repo_name(), attempts=self.upload_attempts, wait=self.upload_wait
@@ -108,18 +122,43 @@ class HubTrainer(AdapterTrainer):
             self._warn("The run is saved here and not on the Hub", error)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Private in the base class, and called by it after each checkpoint; it must not end the run."""
-        if not self.is_world_process_zero():
+        """Private in the base class, and called after each checkpoint; it must not end the run.
+
+        Uploads the model and what may be public of the run, where the base class uploads all that is in its folder.
+        """
+        strategy = self.args.hub_strategy
+        if not self.is_world_process_zero() or strategy == HubStrategy.END:
             return
         self._tell_failures()
+        is_busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if is_busy and not self.args.hub_always_push:
+            return
         if self.hub_model_id is None:
             self.init_hf_repo()
         if self.hub_model_id is None:
             return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        checkpoint, message = Path(checkpoint_folder), f"Training in progress, step {self.state.global_step}"
+        errors: tuple[type[Exception], ...] = (*failures(), SafetensorError)
         try:
-            super()._push_from_checkpoint(checkpoint_folder)
-        except failures() as error:
-            self._warn(f"{Path(checkpoint_folder).name} is saved here and not on the Hub", error)
+            self._save(self.args.output_dir)
+            jobs: Any = [self._upload(self.args.output_dir, message, run_as_future=True)]
+            if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+                place = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+                more = {"path_in_repo": place, "ignore_patterns": [], "run_as_future": True}
+                jobs.append(self._upload(checkpoint, f"{message}, checkpoint", **more))
+        except errors as error:
+            self._warn(f"{checkpoint.name} is saved here and not on the Hub", error)
+            return
+        if is_busy:
+            self.push_in_progress.jobs.extend(jobs)
+        else:
+            self.push_in_progress = PushInProgress(jobs)
+
+    def _upload(self, folder: str | Path, message: str | None, **how: Any) -> Any:
+        usual = {"token": self.args.hub_token, "revision": self.args.hub_revision}
+        how = {**usual, "ignore_patterns": list(NOT_UPLOADED), **how}
+        return hf_api().upload_folder(repo_id=self.hub_model_id, folder_path=folder, commit_message=message, **how)
 
     def _finish_current_push(self) -> None:
         super()._finish_current_push()

@@ -302,9 +302,16 @@ def _fields_at(location: tuple[int | str, ...]) -> Mapping[str, Any]:
 
 
 def to_yaml(recipe: Recipe, *, with_defaults: bool = True) -> str:
-    """The resolved recipe; reading it back gives the same one."""
-    return str(
-        yaml.dump(
-            recipe.model_dump(exclude_defaults=not with_defaults), Dumper=_Dumper, sort_keys=False, allow_unicode=True
-        )
-    )
+    """The resolved recipe; reading it back gives the same one, but for tokens of the Hub, to which the text may go."""
+    values = recipe.model_dump(exclude_defaults=not with_defaults)
+    for part in (values, values.get("sft") or {}):
+        if "training" in part:
+            part["training"] = _without_tokens(part["training"])
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+def _without_tokens(training: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in training.items() if name not in ("hub_token", "token")}
+    if isinstance(kept.get("model_init_kwargs"), dict):
+        kept["model_init_kwargs"] = _without_tokens(kept["model_init_kwargs"])
+    return kept

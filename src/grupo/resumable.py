@@ -6,28 +6,29 @@ What a checkpoint holds, and where a run stops, is decided here; what GRPO is, i
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
+from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import rotate_checkpoints
 
 from grupo.errors import ConfigError
 from grupo.hub_trainer import HubTrainer
 from grupo.names import counted
 from grupo.runs.checkpoint import (
     damage,
+    delete_old_checkpoints,
     numbers_of_checkpoints,
     put_finished_in_place,
     read_marker,
     write_checkpoint,
 )
 from grupo.runs.completion_table import CompletionTable
-from grupo.runs.folder import RunFolder, manifest, model_hash
+from grupo.runs.folder import CUT, RunFolder, manifest, model_hash
 from grupo.runs.same_run import check_same_run
 from grupo.runs.signals import StopSignals
 from grupo.runs.state import load_state, save_state
@@ -53,6 +54,11 @@ class ResumableTrainer(HubTrainer):
         self._checked: str | None = None
         self._hash_of_start: str | None = None
         super().__init__(callbacks=[*callbacks, self._end_of_step], **keywords)
+
+    def add_callback(self, callback: Any) -> None:
+        """As in the base class, but in front of those that decide by what all others have asked for."""
+        super().add_callback(callback)
+        self.callback_handler.callbacks.sort(key=lambda one: getattr(one, "place", 0))
 
     # ---- what a subclass says --------------------------------------------------------------------------------------
 
@@ -109,6 +115,30 @@ class ResumableTrainer(HubTrainer):
             return
         super()._run_epoch(*args, **kwargs)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Private in the base class, which deletes all checkpoints but the best one where one is to be kept; and with
+        them the newest one, which a run that was stopped is to go on from."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            output = super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        best = self._kept_as_best()
+        if limit == 1 and best and self.args.should_save and self.stop_signals.received is None:
+            delete_old_checkpoints(Path(str(self.args.output_dir)), limit, kept=best)
+        return output
+
+    def _kept_as_best(self) -> list[str]:
+        return [] if self.state.best_model_checkpoint is None else [self.state.best_model_checkpoint]
+
+    def _load_best_model(self) -> None:
+        """Private in the base class, which looks for an adapter with a name of its own where that is not saved."""
+        best = str(self.state.best_model_checkpoint)
+        if isinstance(self.model, PeftModel) and (Path(best) / self.model.active_adapter).is_dir():
+            self._load_from_checkpoint(best)
+        else:
+            super()._load_best_model()
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_loss" in logs:
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
@@ -124,17 +154,19 @@ class ResumableTrainer(HubTrainer):
     def _all_gather(self, item: Any) -> list[Any]:
         return list(gather_object([item])) if self.args.world_size > 1 else [item]
 
-    def open_run_folder(self, checkpoint: str | None = None) -> None:
+    def open_run_folder(self, checkpoint: str | None = None, *, keeping: Collection[str] = ()) -> None:
         """Moves an earlier run aside and writes the manifest. `train` calls it, unless it was called before.
 
         Args:
             checkpoint: that the run goes on from.
+            keeping: names of what stays of the earlier run.
         """
         if self.run_folder.is_open:
             return
         resumed = checkpoint is not None and self._is_own(Path(checkpoint))
-        self.run_folder.open(resumed=resumed)
-        if resumed:
+        self.run_folder.open(resumed=resumed, keeping=keeping)
+        # Beside a checkpoint that was brought back there is none.
+        if resumed and (self.run_folder.path / "manifest.json").is_file():
             return
         if checkpoint is None:
             self._hash_of_start = None  # a second run of this trainer begins with other weights
@@ -189,7 +221,7 @@ class ResumableTrainer(HubTrainer):
             # It may have copied this checkpoint's model into the folder, or an earlier push that of an earlier one.
             self.run_folder.model_is_saved(self.state.global_step - 1)
         if self.args.should_save:
-            rotate_checkpoints(str(folder), self.args.save_total_limit, self.state.best_model_checkpoint)
+            delete_old_checkpoints(folder, self.args.save_total_limit, kept=[target, *self._kept_as_best()])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in the base class; the manifest of a run says of which step the model in its folder is."""
@@ -247,6 +279,7 @@ class ResumableTrainer(HubTrainer):
             return self._checked if wanted else None
         folder = self._newest_checkpoint(Path(str(self.args.output_dir))) if wanted is True else Path(wanted)
         if wanted is not True:
+            self._check_stays(folder)
             self._check_whole(folder)
         marker = read_marker(folder)
         assert marker is not None
@@ -290,6 +323,15 @@ class ResumableTrainer(HubTrainer):
             "folder away to start again."
         )
 
+    def _check_stays(self, folder: Path) -> None:
+        cut = self.run_folder.path / CUT
+        if cut.resolve() in folder.resolve().parents:
+            raise ConfigError(
+                f"The checkpoint {folder} is among what was cut from the run in {self.run_folder.path}, and would be "
+                "moved away with it when another run begins there. Move it to a place of its own first, or choose "
+                "another output_dir."
+            )
+
     def _check_whole(self, folder: Path) -> None:
         wrong = self._damage(folder)
         if wrong:
@@ -321,8 +363,8 @@ class ResumableTrainer(HubTrainer):
         self._resumed_state = state
 
     def _is_own(self, checkpoint: Path) -> bool:
-        """Whether the files in the run's folder are those that the checkpoint was made beside."""
-        return checkpoint.resolve().parent == self.run_folder.path.resolve()
+        """Whether the files in the run's folder are those that the checkpoint was made beside; it may be a link."""
+        return self.run_folder.path.resolve() in (checkpoint.resolve().parent, checkpoint.parent.resolve())
 
     def _go_on(self) -> None:
         """What the base class sets anew after it has loaded a checkpoint, and what was left to do there."""
@@ -346,6 +388,9 @@ class EndOfStep(TrainerCallback):
     One that is due at the end of an epoch, or of the run, waits for what else is due then, or a run that goes on from
     it would never log and evaluate it. One that a signal asks for waits for nothing; what is due is done after it.
     """
+
+    place = 2
+    """Behind callbacks of a lower one; those of others have none."""
 
     def __init__(self, trainer: ResumableTrainer) -> None:
         self.trainer = trainer

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from safetensors import SafetensorError
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import SaveStrategy
 
 from grupo.config import GRPOConfig
 from grupo.config_values import no_as_text
@@ -43,6 +44,8 @@ from grupo.trainer_parts import mapping, policy
 FOLDER = "sft"
 """In the run folder of a GRPO run: the model that the supervised phase has left."""
 SETTINGS, METRICS = "sft.yaml", "sft.jsonl"
+CHECKPOINTS = f"{FOLDER}.checkpoints"
+"""In the run folder: those of the phase, where `sft.training` asks for them."""
 DEFAULTS: dict[str, Any] = {
     "num_train_epochs": 2,
     "per_device_train_batch_size": 8,
@@ -215,7 +218,7 @@ class Phase:
         shared = {name: getattr(self.config, name) for name in SHARED}
         shared["learning_rate"] = LEARNING_RATES["adapter" if has_adapter(self.recipe) else "whole model"]
         try:
-            return TrainingArguments(
+            args = TrainingArguments(
                 output_dir=str(self.config.output_dir),
                 remove_unused_columns=False,
                 **{**shared, **DEFAULTS, **given, **no_as_text(given)},
@@ -225,6 +228,10 @@ class Phase:
                 f"sft.training={dict(given)!r} cannot be used: {' '.join(str(error).split())}. Its keys are the fields "
                 "of transformers.TrainingArguments."
             ) from error
+        if args.save_strategy != SaveStrategy.NO:
+            # Not among the checkpoints of GRPO, which a run is resumed from.
+            args.output_dir = str(Path(str(args.output_dir)) / CHECKPOINTS)
+        return args
 
 
 def _read(path: Path) -> str:

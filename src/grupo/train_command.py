@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import shlex
 import shutil
 import sys
 import time
@@ -35,7 +36,7 @@ from grupo.runs.card import model_card
 from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
 from grupo.runs.folder import move_files, named
-from grupo.sft_command import Phase, check_phase, prime, primed_folder
+from grupo.sft_command import FOLDER, Phase, check_phase, prime, primed_folder
 from grupo.start import (
     default_folder,
     fresh_adapter,
@@ -118,7 +119,8 @@ def train(
         if trainer.is_world_process_zero():
             _remove_if_empty(folder)  # the base class has made it
         return 0
-    trainer.open_run_folder(checkpoint)
+    # Without a checkpoint the run begins anew, and not its supervised phase, which is done.
+    trainer.open_run_folder(checkpoint, keeping=() if primed is None else (FOLDER,))
     before = after = None
     stopped: KeyboardInterrupt | SystemExit | GrupoError | None = None
     try:
@@ -162,7 +164,7 @@ def train(
         _report(console, before, after, trainer.rewards.names, is_accuracy=is_accuracy)
     say(console, f"run folder  {escape(str(folder))}")
     if interrupted and any(folder.glob("checkpoint-*")):
-        say(console, f"to go on    grupo train {escape(str(folder / 'recipe.yaml'))} --resume")
+        say(console, f"to go on    grupo train {escape(shlex.quote(str(folder / 'recipe.yaml')))} --resume")
     if isinstance(stopped, GrupoError):
         raise stopped
     if isinstance(stopped, SystemExit):

@@ -21,7 +21,7 @@ from grupo.config_rules import SAMPLING_FIELDS
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
-from grupo.models.adapters import find_adapter, load_named, weight_sums
+from grupo.models.adapters import SavedAdapter, find_adapter, load_named, weight_sums
 from grupo.models.asked import Asked
 from grupo.models.fresh_adapter import add_adapter, add_tokens, check_adapter_config
 from grupo.models.load import check_causal, load_tokenizer
@@ -30,6 +30,7 @@ from grupo.optimizer_rules import check_optimizer_arguments
 from grupo.rewards.model import with_reward_models
 from grupo.rewards.runner import RewardFunctions, RewardRunner
 from grupo.rollout.slots import AdvantageSettings, Refill
+from grupo.runs.folder import read_json
 from grupo.runs.same_run import FREE, WATCHED
 from grupo.step_plan import StepPlan
 
@@ -43,6 +44,9 @@ STEADY_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", *WATCHIN
 
 class LastStepIsLogged(TrainerCallback):
     """What came after the last multiple of `logging_steps` would be in no log."""
+
+    place = 1
+    """See `EndOfStep`."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_training_stop and args.logging_strategy != "no":
@@ -121,8 +125,7 @@ def policy(
     if isinstance(model, str):
         kwargs = mapping(config.model_init_kwargs) or {}
         adapter = find_adapter(model, kwargs)
-        if adapter is not None:
-            check_output_folder(config, adapter.folder)
+        check_output_folder(config, model, adapter, adds_adapter=peft_config is not None)
         model, of_adapter = load_named(
             model,
             adapter,
@@ -146,17 +149,25 @@ def policy(
     return model, tokenizer
 
 
-def check_output_folder(config: GRPOConfig, adapter: Path) -> None:
-    """The adapter that training starts from is needed again: to repeat the run, and for its reference policy.
+def check_output_folder(config: GRPOConfig, model: str, adapter: SavedAdapter | None, *, adds_adapter: bool) -> None:
+    """What training starts from is needed again: to repeat or resume the run, for its reference policy and its adapter.
+
+    Args:
+        adapter: what `model` names, if it is one.
+        adds_adapter: a fresh one is put on the model, whose own files may then lie beside those of the run.
 
     Raises:
-        ConfigError: the run would write its own adapter in its place.
+        ConfigError: the run would write in its place, or move it aside as an earlier run.
     """
-    output, adapter = Path(str(config.output_dir)).resolve(), adapter.resolve()
-    if output == adapter or (output == adapter.parent and adapter.name.startswith("checkpoint-")):
+    output, start = Path(str(config.output_dir)).resolve(), Path(model if adapter is None else adapter.folder).resolve()
+    manifest = output / "manifest.json"
+    is_whole_run = manifest.is_file() and read_json(manifest).get("adapter") is None
+    stays = adds_adapter and adapter is None and not is_whole_run
+    is_checkpoint = output == start.parent and start.name.startswith("checkpoint-")
+    if (output == start and not stays) or is_checkpoint:
         raise ConfigError(
-            f"output_dir={config.output_dir!r} is the folder of the adapter that training starts from, which would be "
-            "overwritten, or moved. Choose another folder."
+            f"output_dir={config.output_dir!r} is the folder of the {'model' if adapter is None else 'adapter'} that "
+            "training starts from, which would be overwritten, or moved. Choose another folder."
         )
 
 

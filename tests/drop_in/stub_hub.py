@@ -104,8 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
         target.mkdir(exist_ok=True)
         for operation in operations:
             value = operation["value"]
-            if operation["key"] == "file":
+            if operation["key"] in ("file", "lfsFile"):
                 (target / value["path"]).parent.mkdir(parents=True, exist_ok=True)
+            if operation["key"] == "file":
                 (target / value["path"]).write_bytes(base64.b64decode(value["content"]))
             elif operation["key"] == "lfsFile":
                 shutil.copyfile(self.folder / "large" / value["oid"], target / value["path"])

@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig
 from safetensors.torch import save_file
+from transformers.trainer_utils import HubStrategy
 
 import grupo
 from drop_in.stub_hub import Fault, stub_hub
@@ -55,6 +56,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # the stand-in speaks HTTP only
         monkeypatch.setenv("HF_TOKEN", "hf_of_the_stub")
         monkeypatch.setattr("transformers.trainer.hf_api", _fresh_api)
+        monkeypatch.setattr("grupo.hub_trainer.hf_api", _fresh_api)
         yield found
 
 
@@ -196,7 +198,15 @@ def test_the_hub_comes_back_and_goes_away(
     assert trainer.hub_model_id == "someone/sums", "made at the first checkpoint"
     assert "An upload during training failed" in caplog.text
     hub.fault = lambda method, path: None
+    trainer.args.hub_strategy = HubStrategy.CHECKPOINT
+    trainer.train()
+    there = tmp_path / "hub" / "sums"
+    assert {path.name for path in there.iterdir()} >= {"model.safetensors", "tokenizer.json", "last-checkpoint"}
+    assert (there / "last-checkpoint" / "optimizer.pt").is_file()
     trainer.push_to_hub(dataset_name="someone/numbers", tags=["mine"])
+    public = {path.name for path in there.iterdir()}
+    assert not public & {"completions.jsonl", "manifest.json", "earlier", "training_args.bin"}
+    assert b"hf_of_the_stub" not in (tmp_path / "sums" / "training_args.bin").read_bytes()
     card = ModelCard((tmp_path / "hub" / "sums" / "README.md").read_text(encoding="utf-8"))
     assert {"mine", "grpo", "grupo"} <= set(card.data.tags) and card.data.datasets == ["someone/numbers"]
     assert (tmp_path / "hub" / "sums" / "model.safetensors").is_file()

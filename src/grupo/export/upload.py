@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -95,7 +96,7 @@ def retried(upload: Callable[[], T], folder: str | Path, repo_id: str, *, attemp
 
 def command(folder: str | Path, repo_id: str) -> str:
     """What a person types to upload a folder again."""
-    return f"grupo export {folder} --to hub --repo {repo_id}"
+    return shlex.join(["grupo", "export", str(folder), "--to", "hub", "--repo", repo_id])
 
 
 def _upload(

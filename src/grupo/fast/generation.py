@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, DataError
 from grupo.models.asked import asked_of
+from grupo.models.fresh_adapter import undone_on_error
 from grupo.models.load import context_length, ids_of_stop_texts, load_tokenizer, stop_token_ids
 from grupo.records import Completion, Prompt
 from grupo.rollout.engine import GenerationRequest, completion_seed
@@ -237,7 +239,8 @@ def _using_adapter(model: Any, request: Any) -> Iterator[Any]:
         if isinstance(model, PeftModel):
             yield from _instead_of_own(model, os.fspath(path))
         else:
-            wrapped = PeftModel.from_pretrained(model, os.fspath(path))
+            with undone_on_error(model), _said_of(path):
+                wrapped = PeftModel.from_pretrained(model, os.fspath(path))
             try:
                 yield wrapped
             finally:
@@ -249,10 +252,22 @@ def _using_adapter(model: Any, request: Any) -> Iterator[Any]:
 
 def _instead_of_own(model: Any, path: str) -> Iterator[Any]:
     own, name = model.active_adapter, "of the request"
-    model.load_adapter(path, adapter_name=name)
     try:
+        with _said_of(path):
+            model.load_adapter(path, adapter_name=name)
         model.set_adapter(name)
         yield model
     finally:
         model.set_adapter(own)
-        model.delete_adapter(name)
+        if name in model.peft_config:  # where weights do not fit peft leaves it there, for the next request to find
+            model.delete_adapter(name)
+
+
+@contextlib.contextmanager
+def _said_of(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"The adapter in {os.fspath(path)!r} cannot be put on the model: {' '.join(str(error).split())[:400]}"
+        ) from error

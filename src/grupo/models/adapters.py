@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
@@ -21,7 +22,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grupo.errors import ConfigError, GrupoError, UnsupportedError
 from grupo.hub import is_out_of_reach
-from grupo.models.load import PROMPT_LEARNING, base_model, load_policy, prepared_for_adapter, quantization
+from grupo.models.load import PROMPT_LEARNING, WHERE, base_model, load_policy, prepared_for_adapter, quantization
 from grupo.names import BASE_QUANTIZATION
 
 logger = logging.getLogger("grupo")
@@ -73,10 +74,6 @@ class SavedAdapter:
         if not has_file(source, TOKENIZER_CONFIG_FILE, **where):
             return None
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **where)
-
-
-WHERE = ("revision", "cache_dir", "token")
-"""Keywords of from_pretrained that say where files are."""
 
 
 def find_adapter(name: str, model_init_kwargs: Mapping[str, Any] | None = None) -> SavedAdapter | None:
@@ -261,7 +258,10 @@ def _name_base(config: PeftConfig, base: Any) -> None:
 
 def _cached_commit(name: str) -> str | None:
     """The commit of a model of the Hub that is in the cache, which is the one that was loaded."""
-    path = try_to_load_from_cache(name, "config.json")
+    try:
+        path = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no name of the Hub: a folder that was moved since the model was loaded
+        return None
     return Path(path).parent.name if isinstance(path, str) else None
 
 

@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
 from grupo.errors import ConfigError, UnsupportedError, first_line
 from grupo.models.load import base_model, check_kind, prepared_for_adapter, vocabulary_size
@@ -65,7 +66,7 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
     peft_config.revision = peft_config.revision or revision
     linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     try:
-        with _undone_on_error(model):
+        with undone_on_error(model):
             adapted = get_peft_model(prepared_for_adapter(model), peft_config)
     except (ValueError, TypeError, NotImplementedError, AttributeError, LookupError, re.error) as error:
         raise ConfigError(
@@ -77,7 +78,7 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
 
 
 @contextlib.contextmanager
-def _undone_on_error(model: nn.Module) -> Iterator[None]:
+def undone_on_error(model: nn.Module) -> Iterator[None]:
     """peft puts its layers into the model itself, one after the other, and leaves them there when it fails."""
     children = [(module, dict(module._modules)) for module in model.modules()]
     weights = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
@@ -127,15 +128,38 @@ def add_tokens(model: Any, tokenizer: Any, texts: Sequence[str], peft_config: An
     tokenizer.add_tokens(new)
     ids = tokenizer.convert_tokens_to_ids(new)
     if max(ids) >= model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))
+        _add_rows(model, len(tokenizer))
     if peft_config is None:
         return None
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = _ends(model)
     names = [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)]
     whole = peft_config.modules_to_save or ()
     peft_config = copy.deepcopy(peft_config)
     peft_config.trainable_token_indices = {name: ids for name in names if name not in whole} or None
     return peft_config
+
+
+@torch.no_grad()
+def _add_rows(model: Any, rows: int) -> None:
+    """Embeddings and head of `rows` tokens, where the new ones are the mean of the others.
+
+    transformers adds a noise to it whose last digits depend on the number of threads: the run would not be known again.
+    """
+    means = [_mean(end.weight) for end in _ends(model)]
+    before = model.get_input_embeddings().weight.shape[0]
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    for end, mean in zip(_ends(model), means, strict=True):
+        end.weight[before:] = mean.to(end.weight.dtype)
+
+
+def _ends(model: Any) -> list[Any]:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [end for end in ends if end is not None]
+
+
+def _mean(weight: Tensor) -> Tensor:
+    """(H,) of (V, H), summed in float64."""
+    return torch.stack([part.double().sum(0) for part in weight.split(4096)]).sum(0) / len(weight)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from grupo.errors import ConfigError, UnsupportedError, first_line
 from grupo.hub import is_out_of_reach
 from grupo.models.quantized import check_quantized, number_of_weights
 
 logger = logging.getLogger("grupo")
+
+WHERE = ("revision", "cache_dir", "token")
+"""Keywords of from_pretrained that say where files are."""
 
 
 def load_policy(
@@ -50,7 +57,7 @@ def load_policy(
         model, report = loader.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         if from_cache:
             raise ConfigError(_not_in_cache("model", name_or_path)) from error
         raise ConfigError(
@@ -140,15 +147,12 @@ def load_tokenizer(
             "The model does not say where it was loaded from, so its tokenizer cannot be found. Pass the tokenizer: "
             "GRPOTrainer(..., processing_class=tokenizer)."
         )
-    revision = (model_init_kwargs or {}).get("revision")
+    where = {key: value for key, value in (model_init_kwargs or {}).items() if key in WHERE and value is not None}
     from_cache = is_out_of_reach(name)
+    if from_cache:
+        where["local_files_only"] = True
     try:
-        return AutoTokenizer.from_pretrained(
-            name,
-            trust_remote_code=trust_remote_code,
-            **({"revision": revision} if revision else {}),
-            **({"local_files_only": True} if from_cache else {}),
-        )
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
     except (OSError, ValueError) as error:
         if from_cache:
             raise ConfigError(_not_in_cache("tokenizer", name)) from error
@@ -156,6 +160,24 @@ def load_tokenizer(
             f"The tokenizer of {name!r} cannot be loaded: {first_line(error)} Save the tokenizer beside the model, or "
             "pass it: GRPOTrainer(..., processing_class=tokenizer)."
         ) from error
+
+
+def keep_savable(model: Any) -> None:
+    """Takes a generation_config that contradicts itself for one that was read like this.
+
+    Many models are published with a temperature and without do_sample. transformers saves that as long as nobody has
+    changed anything, and training changes the special tokens: the first checkpoint would be an error.
+    """
+    base = base_model(model)
+    config = getattr(base, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        with tempfile.TemporaryDirectory() as scratch:
+            config.to_json_file(Path(scratch) / GENERATION_CONFIG_NAME)
+            base.generation_config = type(config).from_pretrained(scratch)
 
 
 def let_gradients_in(model: Any) -> None:

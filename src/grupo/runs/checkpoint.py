@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,22 @@ def numbers_of_checkpoints(run: Path) -> list[int]:
     """Optimizer steps after which there is a checkpoint, whole or not, the newest first."""
     names = (path.name.removeprefix("checkpoint-") for path in run.glob("checkpoint-*") if path.is_dir())
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+
+def delete_old_checkpoints(run: Path, limit: int | None, *, kept: Collection[str | Path]) -> None:
+    """Deletes the oldest checkpoints of a run, so that `limit` are left, those that are `kept` among them; None: none.
+
+    transformers goes by the beginning of a name, and would delete an export called `checkpoint-8-merged`, or the newest
+    checkpoint because another program has left one with a higher number. Here a marker says whose it is.
+    """
+    if limit is None or limit < 1:
+        return
+    ours = [run / f"checkpoint-{number}" for number in numbers_of_checkpoints(run)]
+    ours = [checkpoint for checkpoint in ours if (checkpoint / MARKER).is_file()]
+    held = {Path(name).resolve() for name in kept}
+    spare = [checkpoint for checkpoint in ours if checkpoint.resolve() not in held]
+    for checkpoint in spare[max(limit - (len(ours) - len(spare)), 0) :]:
+        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def put_finished_in_place(run: Path) -> None:

@@ -10,11 +10,12 @@ import logging
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,14 @@ logger = logging.getLogger("grupo")
 HASHED_BYTES_LIMIT = 4 * 2**30
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "tokenizers", "bitsandbytes")
 
+CUT = "cut"
+"""Folder in the run's folder for what was written behind the checkpoint that the run went on from."""
+
 # What a run writes and the next one in the same folder would overwrite or continue.
-RECORDS = ("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eval_*.json", "summary.json", "cut")
+RECORDS = (
+    *("manifest.json", "recipe.yaml", "metrics.jsonl", "completions*", "eval_*.json", "summary.json", CUT),
+    "sft.yaml",  # of a supervised phase alone
+)
 CHECKPOINTS = ("checkpoint-*", UNFINISHED, "sft", "sft.*")
 ADAPTER = ("adapter_*", BASE_QUANTIZATION)
 WHOLE_MODEL = ("config.json", "generation_config.json", "model*.safetensors*")
@@ -62,12 +69,16 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.completions_file = self.path / f"completions{suffix}.jsonl"
 
-    def open(self, *, resumed: bool) -> None:
-        """Makes the folder; a fresh run moves an earlier one aside, the files of all its ranks."""
+    def open(self, *, resumed: bool, keeping: Collection[str] = ()) -> None:
+        """Makes the folder; a fresh run moves an earlier one aside, the files of all its ranks.
+
+        Args:
+            keeping: names of what stays there.
+        """
         self.is_open = True
         self.path.mkdir(parents=True, exist_ok=True)
         if not resumed and self.rank == 0:
-            _move_earlier_run(self.path)
+            _move_earlier_run(self.path, keeping)
 
     def positions(self) -> dict[str, int]:
         """Bytes of the files of this process, which are on the disk when this returns: where a checkpoint stands."""
@@ -82,8 +93,8 @@ class RunFolder:
             positions: of the files, when the checkpoint was made.
             logged_step: the last one that was in a log then; tables of later ones come again.
         """
-        cut = self.path / "cut"
-        if self.read_json("manifest.json").get(MODEL_STEP, 0) > step:
+        cut = self.path / CUT
+        if self.rank == 0 and self.read_json("manifest.json").get(MODEL_STEP, 0) > step:
             self.model_is_saved(step)  # it is from what is cut: the next checkpoint is newer
         moved = {}
         for path in self._files():
@@ -120,9 +131,12 @@ class RunFolder:
         self.write_text(name, json.dumps(_jsonable(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
+        """In place of an earlier file, which a full disk or the end of the process leaves as it was."""
         if self.rank == 0:
+            partial = self.path / f".{name}.unfinished"
             with named(self.path / name):
-                (self.path / name).write_text(text, encoding="utf-8")
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(self.path / name)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """What `write_json` wrote; empty where there is no such file."""
@@ -130,7 +144,8 @@ class RunFolder:
         return read_json(path) if path.is_file() else {}
 
     def update_json(self, name: str, changes: Mapping[str, Any]) -> None:
-        self.write_json(name, {**self.read_json(name), **changes})
+        if self.rank == 0:  # another process could read what is being written
+            self.write_json(name, {**self.read_json(name), **changes})
 
     def model_is_saved(self, step: int) -> None:
         """Call when the model in the folder is that of optimizer step `step`."""
@@ -145,7 +160,7 @@ def manifest(*, seed: int, model_name: str, model_hash: str, plan: Sequence[str]
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in PACKAGES},
-        "command": sys.argv,
+        "command": [re.sub("hf_[A-Za-z0-9]{16,}", "hf_...", argument) for argument in sys.argv],  # no tokens
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seed": seed,
         "model": model_name,
@@ -277,14 +292,15 @@ def _cut_checkpoints(folder: Path, step: int, target: Path) -> int:
 
 def _cut_tables(folder: Path, step: int, target: Path) -> int:
     """Moves the tables of `log_completions` of later steps; says how many."""
-    late = [path for path in folder.glob("completions_*.parquet") if int(path.stem.rpartition("_")[2]) > step]
+    numbers = {path: path.stem.rpartition("_")[2] for path in folder.glob("completions_*.parquet")}
+    late = [path for path, number in numbers.items() if number.isdecimal() and int(number) > step]
     for path in late:
         target.mkdir(parents=True, exist_ok=True)
         path.replace(target / path.name)
     return len(late)
 
 
-def _move_earlier_run(folder: Path) -> None:
+def _move_earlier_run(folder: Path, keeping: Collection[str]) -> None:
     if not _matches(folder, RECORDS):
         return
     # Beside an adapter, the weights of a whole model are its base model, which stays where the adapter looks for it.
@@ -292,12 +308,13 @@ def _move_earlier_run(folder: Path) -> None:
     target = fresh_folder(folder, "earlier")
     target.mkdir()
     for entry in _matches(folder, (*RECORDS, *CHECKPOINTS, *weights, *CARD)):
-        entry.rename(target / entry.name)
+        if entry.name not in keeping:
+            entry.rename(target / entry.name)
     logger.warning("%s has an earlier run, which is now in %s.", folder, target)
 
 
 def _matches(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    return [entry for pattern in patterns for entry in sorted(folder.glob(pattern))]
+    return list(dict.fromkeys(entry for pattern in patterns for entry in sorted(folder.glob(pattern))))
 
 
 def check_can_be_written(folder: Path) -> None:
@@ -306,7 +323,8 @@ def check_can_be_written(folder: Path) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    # Not path.exists(), which raises where a folder above may not be looked into.
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
         raise ConfigError(f"output_dir={str(folder)!r} cannot be made: {there} is a file. Choose another folder.")
     if not os.access(there, os.W_OK | os.X_OK):
