@@ -103,7 +103,7 @@ def test_architecture_names_every_module():
             assert f"`{entry.name}/`" in text, entry.name
 
 
-@pytest.mark.parametrize("name", ["tasks.md", "reward_check.md"])
+@pytest.mark.parametrize("name", ["tasks.md", "reward_check.md", "memory.md"])
 def test_pages_whose_examples_stand_alone(name, tmp_path, monkeypatch):
     page = ROOT / "docs" / name
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,7 @@ LAYERS = [
     ["check_command", "evaluation", "export_command", "sft_command", "train_command"],
     ["console", "fast", "sft", "start", "trainer"],
     ["resumable"],
-    ["hub_trainer", "trainer_parts"],
+    ["estimate", "hub_trainer", "trainer_parts"],
     ["adapter_trainer"],
     ["export"],
     ["evals", "runs"],

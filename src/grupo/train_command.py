@@ -24,10 +24,12 @@ from grupo.data.golds import usable_rows
 from grupo.data.prompts import Rows
 from grupo.data.sources import recipe_rewards, recipe_rows
 from grupo.errors import ConfigError, GrupoError
+from grupo.estimate import memory_estimate, shown
 from grupo.evals.held_out import FEW_PROMPTS, HeldOutResult
 from grupo.evals.statistics import paired_difference
-from grupo.evaluation import evaluation
+from grupo.evaluation import Evaluation, evaluation
 from grupo.models.default_model import HUB_ID
+from grupo.models.memory import free_bytes
 from grupo.names import counted
 from grupo.recipe import Recipe, to_yaml
 from grupo.runs.card import model_card
@@ -113,6 +115,7 @@ def train(
     if phase is not None and primed is None:
         clock.measure("sft", lambda: prime(phase, trainer, console, dry_run=dry_run))
     if dry_run:
+        _tell_memory(console, trainer, held_out)
         if trainer.is_world_process_zero():
             _remove_if_empty(folder)  # the base class has made it
         return 0
@@ -261,8 +264,7 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
     say(console, f"[bold]task[/]     {escape(source)}: {counted(len(trainer.train_rows), 'training prompt')}, "
                  f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
     for line in trainer.plan.describe():
-        name, _, text = line.partition(": ")
-        say(console, f"[bold]{name}[/]: {text}" if text else line)
+        _say_line(console, line)
     trainer.told_plan = trainer.told_about_loss = True
     if trainer.reference is not None:
         say(console, f"[bold]KL[/]       against {trainer.reference.says}")
@@ -270,6 +272,32 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
     say(console, f"[bold]run[/]      {counted(steps, 'optimizer step')}, "
                  f"{counted(steps * trainer.plan.completions_per_step, 'completion')}, "
                  f"into {escape(str(trainer.run_folder.path))}")  # fmt: skip
+
+
+def _say_line(console: Console, line: str) -> None:
+    name, _, text = line.partition(": ")
+    say(console, f"[bold]{name}[/]: {text}" if text else line)
+
+
+def _tell_memory(console: Console, trainer: GRPOTrainer, held_out: Evaluation | None) -> None:
+    free = free_bytes(trainer.accelerator.device)
+    rows = [*trainer.train_rows, *(held_out.prompts if held_out is not None else ())]
+    answers = 0 if held_out is None else len(held_out.prompts) * held_out.samples_per_prompt
+    estimate = memory_estimate(
+        trainer.model,
+        trainer.config,
+        prompt_tokens=max(len(row.token_ids) for row in rows),
+        eval_rows=min(answers // trainer.config.world_size, trainer.eval_rows_at_once() or answers),
+        free=free,
+        checkpointing=bool(trainer.args.gradient_checkpointing),
+    )
+    if estimate is None:
+        say(console, "memory: not known, as the configuration of this model does not tell the sizes of its layers")
+        return
+    for line in estimate.describe():
+        _say_line(console, line)
+    if free is not None:
+        say(console, estimate.warning(free) or f"  free beside the loaded model: {shown(free)}")
 
 
 def _write_summary(

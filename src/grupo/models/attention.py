@@ -33,6 +33,8 @@ LAYOUT_KEYWORD = "attention_layout"
 QUERY_BLOCK = 1024
 """Queries of a completion that are computed together: bounds the mask of long completions to this many rows, and
 leaves out most of the keys that come after them."""
+KEPT_MASKS = 8
+"""Blocks whose masks are made once for all layers."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def _attention(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=KEPT_MASKS)
 def _mask(queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(Q, K) 0 where the last Q of K tokens may look, else -inf; the same for all layers and completions."""
     # Kept for other forwards, which may train.

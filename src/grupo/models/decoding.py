@@ -26,6 +26,7 @@ from grupo.models.quantized import dense_dtype, dense_weight, is_4bit, is_8bit, 
 
 PACKED_TOLERANCE = 1e-5
 """Relative to the largest magnitude: products may be summed up in another order, and no more."""
+FOLDED_INTO = (torch.float32, torch.float64)
 
 
 def decoding_copy(model: Any) -> nn.Module | None:
@@ -43,6 +44,31 @@ def decoding_copy(model: Any) -> nn.Module | None:
     return _copied(base, functools.partial(_replacement, rotation=Rotation()), {})
 
 
+def copied_bytes(model: Any, device_type: str, *, autocast: bool) -> int:
+    """Of the weights that `decoding_copy` makes anew on a device of this kind; nothing is made."""
+    packs = device_type == "cpu" and _packing_works()
+
+    def of(module: Any) -> int:
+        groups = _groups(module)
+        if groups is None:
+            if _layer_of(module) is None:
+                return 0 if _keeps_itself(module) else sum(map(of, module.children()))
+            groups = ((module,),)
+        return sum(_new_bytes(group, packs=packs, autocast=autocast) for group in groups)
+
+    return of(base_model(model))
+
+
+def _new_bytes(group: Sequence[Any], *, packs: bool, autocast: bool) -> int:
+    layers = [layer for layer in map(_layer_of, group) if layer is not None]
+    dtype = _dtype(layers[0])
+    folds = dtype in FOLDED_INTO and not autocast
+    packed = packs and folds and dtype == torch.float32
+    if len(layers) == 1 and type(layers[0]) is nn.Linear and not packed and not (folds and _deltas(group[0])):
+        return 0
+    return sum(layer.out_features * layer.in_features for layer in layers) * dtype.itemsize
+
+
 def unfolded_layers(model: Any) -> int:
     """Layers whose adapters the copy computes as peft does, beside their weights: DoRA, biases, embeddings, others."""
     layers = [module for module in base_model(model).modules() if isinstance(module, BaseTunerLayer)]
@@ -52,22 +78,32 @@ def unfolded_layers(model: Any) -> int:
 @torch.no_grad()
 def _replacement(module: Any, rotation: Rotation) -> nn.Module | None:
     """What stands for a module in the copy; None: a copy of it."""
-    if is_fusible(module) and not any(map(has_hooks, _not_linear(module))):
-        attention, mlp = module.self_attn, module.mlp
-        groups = (
-            (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,),
-            (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,),
-        )  # fmt: skip
-        if all(_is_one_kind([_layer_of(part) for part in group]) for group in groups):
-            qkv, output, gate_up, down = (_joint(group) for group in groups)
-            return DecodingLayer(
-                module, (qkv, output, gate_up, down), rotation, _is_plain_float32(module.input_layernorm.weight)
-            )
+    groups = _groups(module)
+    if groups is not None:
+        qkv, output, gate_up, down = map(_joint, groups)
+        return DecodingLayer(
+            module, (qkv, output, gate_up, down), rotation, _is_plain_float32(module.input_layernorm.weight)
+        )
     if _layer_of(module) is not None:
         return _joint((module,))
-    # Itself, as it reads the weights of its parts: DoRA, embeddings, layers that quantise their inputs.
-    keeps_itself = isinstance(module, BaseTunerLayer) or is_4bit(module) or is_8bit(module)
-    return module if keeps_itself else None
+    return module if _keeps_itself(module) else None
+
+
+def _groups(module: Any) -> tuple[tuple[nn.Module, ...], ...] | None:
+    """The linear layers of a decoder layer that become one module, those of the same input together; None: it stays."""
+    if not is_fusible(module) or any(map(has_hooks, _not_linear(module))):
+        return None
+    attention, mlp = module.self_attn, module.mlp
+    groups = (
+        (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,),
+    )  # fmt: skip
+    return groups if all(_is_one_kind([_layer_of(part) for part in group]) for group in groups) else None
+
+
+def _keeps_itself(module: nn.Module) -> bool:
+    """As it reads the weights of its parts: DoRA, embeddings, layers that quantise their inputs."""
+    return isinstance(module, BaseTunerLayer) or is_4bit(module) or is_8bit(module)
 
 
 def _layer_of(module: Any) -> nn.Linear | None:
@@ -117,7 +153,7 @@ def _weight(layer: nn.Linear) -> Tensor:
 def _keeps_small_changes(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether an adapter may be folded in. A weight in half precision would round most of its change away, and all of
     it in the first steps: what is sampled from would be the base model."""
-    return dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(weight.device.type)
+    return dtype in FOLDED_INTO and not torch.is_autocast_enabled(weight.device.type)
 
 
 def _deltas(module: Any) -> list[tuple[Tensor, Tensor, float]]:

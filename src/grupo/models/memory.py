@@ -7,6 +7,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -32,12 +33,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 def default_token_budget(base: Any, device: torch.device, *, checkpointing: bool) -> int | None:
     """Tokens whose activations fit: 40 % of the free memory, on the CPU 1,280 MiB at most. None: it cannot be told."""
+    return token_budget(base, device.type, free_bytes(device), checkpointing=checkpointing)
+
+
+def token_budget(base: Any, device_type: str, free: int | None, *, checkpointing: bool) -> int | None:
+    """The same for a device of this kind with `free` bytes."""
     per_token = activation_bytes_per_token(base, checkpointing=checkpointing)
-    free = free_bytes(device)
     if per_token is None or free is None:
         return None
     room = int(free * SHARE_OF_FREE_MEMORY)
-    return max(1, (min(room, CPU_ACTIVATION_BYTES) if device.type == "cpu" else room) // per_token)
+    return max(1, (min(room, CPU_ACTIVATION_BYTES) if device_type == "cpu" else room) // per_token)
 
 
 def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
@@ -47,19 +52,40 @@ def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
     feed-forward part, or four where none is recomputed (`cheap_activations_recomputed`). With checkpointing one layer
     of that, whole, and the input of every layer.
     """
-    config = base.config.get_text_config() if hasattr(base, "config") else None
-    hidden, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
-    heads, inner = getattr(config, "num_attention_heads", None), getattr(config, "intermediate_size", None)
-    if not (hidden and layers and heads and inner):
+    sizes = Sizes.of(base)
+    if sizes is None:
         return None
-    size = getattr(config, "head_dim", None) or hidden // heads
-    key_value = (getattr(config, "num_key_value_heads", None) or heads) * size
-    inner *= getattr(config, "num_experts_per_tok", None) or 1
     kept = 2 if not checkpointing and any(map(is_gated, base.modules())) else 4
-    layer = kept * hidden + 3 * heads * size + 2 * key_value + kept * inner
-    numbers = layers * hidden + layer if checkpointing else layers * layer
+    layer = kept * sizes.hidden + 3 * sizes.queries + 2 * sizes.keys + kept * sizes.inner
+    numbers = sizes.layers * sizes.hidden + layer if checkpointing else sizes.layers * layer
     element_size: int = next(base.parameters()).element_size()
-    return int(numbers) * element_size
+    return numbers * element_size
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of one token in the tensors of one layer."""
+
+    layers: int
+    hidden: int
+    queries: int
+    """Of all heads."""
+    keys: int
+    """Of all key-value heads, and as many values."""
+    inner: int
+    """Width of the feed-forward part, or of all experts that a token goes to."""
+
+    @classmethod
+    def of(cls, base: Any) -> Sizes | None:
+        """None where the model's configuration does not tell them."""
+        config = base.config.get_text_config() if hasattr(base, "config") else None
+        hidden, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
+        heads, inner = getattr(config, "num_attention_heads", None), getattr(config, "intermediate_size", None)
+        if not (hidden and layers and heads and inner):
+            return None
+        size = getattr(config, "head_dim", None) or hidden // heads
+        keys = (getattr(config, "num_key_value_heads", None) or heads) * size
+        return cls(layers, hidden, heads * size, keys, inner * (getattr(config, "num_experts_per_tok", None) or 1))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,18 @@ GROWTH = 1.5
 SPARE_COLUMNS = 64
 
 
+def columns_for(needed: int, *, prompt: int) -> int:
+    """Columns of a cache that began with a prompt of so many tokens, and grew until `needed` fit."""
+    columns = prompt + SPARE_COLUMNS
+    while columns < needed:
+        columns = _grown(columns)
+    return columns
+
+
+def _grown(columns: int) -> int:
+    return max(columns + 1, int(columns * GROWTH))
+
+
 class RowCache(Cache):
     """The cache of the rows that are being decoded, of all layers.
 
@@ -106,7 +118,7 @@ class _RowLayer(CacheLayerMixin):
         """Grows so far that `columns` fit; the first `used` of the first `rows` rows are kept."""
         if columns <= self.keys.shape[2]:
             return
-        capacity = max(columns, int(self.keys.shape[2] * GROWTH))
+        capacity = max(columns, _grown(self.keys.shape[2]))
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_empty(old.shape[0], old.shape[1], capacity, old.shape[3])

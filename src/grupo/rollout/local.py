@@ -27,7 +27,8 @@ from grupo.sampling import SamplingSpec
 logger = logging.getLogger("grupo")
 
 MAX_ROWS = {"cpu": 64}
-"""Rows that are decoded together, by kind of device; 256 on others."""
+"""Rows that are decoded together, by kind of device."""
+MAX_ROWS_ELSEWHERE = 256
 _NO_NUMBERS = (
     "The model's logits are NaN or infinite, so no token can be drawn. Its weights are damaged, or it overflows in its "
     "dtype: load them again, and use bfloat16 or float32 instead of float16."
@@ -88,7 +89,7 @@ class LocalEngine:
         self.stop_token_ids = tuple(stop_token_ids)
         self.autocast = autocast
         self.device = next(model.parameters()).device
-        self.max_rows = max_rows or MAX_ROWS.get(self.device.type, 256)
+        self.max_rows = max_rows or most_rows(self.device.type)
         self._calls = Calls(model)
         if unfolded := unfolded_layers(model):
             logger.info(
@@ -231,6 +232,11 @@ class LocalEngine:
             sampled_logprobs=tuple(row.sampled_logprobs),
             entropies=tuple(row.entropies),
         )
+
+
+def most_rows(device_type: str) -> int:
+    """Completions that are decoded together on a device of this kind, unless an engine is told otherwise."""
+    return MAX_ROWS.get(device_type, MAX_ROWS_ELSEWHERE)
 
 
 def _without_holes(going: Sequence[int]) -> list[int]:
