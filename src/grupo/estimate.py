@@ -217,8 +217,7 @@ class _Run:
     @property
     def layer(self) -> int:
         """Bytes of one token in everything that a layer computes."""
-        sizes = self.sizes
-        return (4 * sizes.hidden + 3 * sizes.queries + 2 * sizes.keys + 4 * sizes.inner) * self.element
+        return self.sizes.in_layer(4) * self.element
 
     @property
     def vocabulary(self) -> int:
@@ -299,7 +298,6 @@ class _Run:
         """(tokens, completions) of the largest micro-batch of a step."""
         base = base_model(self.model)
         packed = why_not_packed(base) is None
-        rows, longest = self.plan.micro_batch_size, self.prompt + self.completion
         budget = self.config.micro_batch_tokens
         if budget is None:
             budget = token_budget(base, self.device_type, self.free, checkpointing=self.checkpointing)
@@ -309,15 +307,19 @@ class _Run:
         samples = [
             Sample(prompts[place // self.plan.num_generations], ids, 1.0, True, True, None) for place in range(own)
         ]
-        if packed:
-            room = rows * (self.config.micro_batch_tokens or longest)
-            rows, budget = own, room if budget is None else min(room, budget)
 
         def size(batch: Sequence[Sample]) -> int:
             times = len({id(sample.prompt_ids) for sample in batch}) if packed else len(batch)
             return times * self.prompt + len(batch) * self.completion
 
-        largest = max(micro_batches(samples, rows, token_budget=budget, packed=packed), key=size)
+        batches = micro_batches(
+            samples,
+            self.plan.micro_batch_size,
+            row_tokens=self.config.micro_batch_tokens or self.prompt + self.completion,
+            token_budget=budget,
+            packed=packed,
+        )
+        largest = max(batches, key=size)
         return size(largest), len(largest)
 
     def _head(self, scored: int) -> int:

@@ -28,11 +28,10 @@ from grupo.recipe import Recipe, to_yaml
 from grupo.runs.folder import RunFolder, check_can_be_written, move_files
 from grupo.sft import sft_trainer
 from grupo.start import (
+    as_one_run,
     default_folder,
     fresh_adapter,
     has_adapter,
-    one_folder,
-    one_voice,
     quantization,
     start_model,
     training_fields,
@@ -76,10 +75,8 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
         folder = default_folder(recipe, "-sft")
     recipe = with_start(recipe.model_copy(update={"training": {**recipe.training, "output_dir": folder}}))
     config = GRPOConfig(**training_fields(recipe))
-    if config.world_size > 1:
-        console = one_voice(config, console)
-        recipe = one_folder(recipe, config)
-        folder = str(config.output_dir)
+    recipe, console = as_one_run(recipe, config, console)
+    folder = str(recipe.training["output_dir"])
     check_can_be_written(Path(folder))
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     say(console, phase.describe())

@@ -42,19 +42,17 @@ def default_folder(recipe: Recipe, ending: str = "") -> str:
     return str(fresh_folder(Path("runs"), name + ending))
 
 
-def one_folder(recipe: Recipe, config: GRPOConfig) -> Recipe:
-    """The run folder of the first process for all: each of them looked for a fresh name at its own time."""
+def as_one_run(recipe: Recipe, config: GRPOConfig, console: Console) -> tuple[Recipe, Console]:
+    """Of several processes the first one talks, and its run folder is that of all: each of them has looked for a fresh
+    name at its own time. The folder is set in `config`, too."""
+    if config.world_size == 1:
+        return recipe, console
+    if config.process_index != 0:
+        logging.getLogger("grupo").setLevel(logging.ERROR)
+        set_verbosity_error()
+        console = Console(quiet=True)
     (config.output_dir,) = broadcast_object_list([config.output_dir])
-    return recipe.model_copy(update={"training": {**recipe.training, "output_dir": config.output_dir}})
-
-
-def one_voice(config: GRPOConfig, console: Console) -> Console:
-    """Of several processes the first one talks."""
-    if config.process_index == 0:
-        return console
-    logging.getLogger("grupo").setLevel(logging.ERROR)
-    set_verbosity_error()
-    return Console(quiet=True)
+    return recipe.model_copy(update={"training": {**recipe.training, "output_dir": config.output_dir}}), console
 
 
 def has_adapter(recipe: Recipe) -> bool:

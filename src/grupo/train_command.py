@@ -38,10 +38,9 @@ from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
 from grupo.runs.folder import move_files, named
 from grupo.sft_command import FOLDER, Phase, check_phase, prime, primed_folder
 from grupo.start import (
+    as_one_run,
     default_folder,
     fresh_adapter,
-    one_folder,
-    one_voice,
     quantization,
     start_model,
     training_fields,
@@ -99,9 +98,7 @@ def train(
     recipe = with_start(with_run_folder(recipe, resume=resume))
     rewards, weights = recipe_rewards(recipe)
     config = GRPOConfig(**_with_weights(training_fields(recipe), weights))
-    if config.world_size > 1:
-        console = one_voice(config, console)
-        recipe = one_folder(recipe, config)
+    recipe, console = as_one_run(recipe, config, console)
     rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
     phase = None if recipe.sft is None else Phase(recipe, config, rows)
     primed = primed_folder(phase) if phase is not None and resume else None

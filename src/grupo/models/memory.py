@@ -56,7 +56,7 @@ def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
     if sizes is None:
         return None
     kept = 2 if not checkpointing and any(map(is_gated, base.modules())) else 4
-    layer = kept * sizes.hidden + 3 * sizes.queries + 2 * sizes.keys + kept * sizes.inner
+    layer = sizes.in_layer(kept)
     numbers = sizes.layers * sizes.hidden + layer if checkpointing else sizes.layers * layer
     element_size: int = next(base.parameters()).element_size()
     return numbers * element_size
@@ -74,6 +74,11 @@ class Sizes:
     """Of all key-value heads, and as many values."""
     inner: int
     """Width of the feed-forward part, or of all experts that a token goes to."""
+
+    def in_layer(self, kept: int) -> int:
+        """Numbers of one token that backward needs of a layer, with `kept` tensors as wide as its input and its
+        feed-forward part."""
+        return kept * self.hidden + 3 * self.queries + 2 * self.keys + kept * self.inner
 
     @classmethod
     def of(cls, base: Any) -> Sizes | None:

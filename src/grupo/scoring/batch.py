@@ -15,18 +15,28 @@ from grupo.records import GroupSpan, MicroBatch, PackedLayout, Sample
 
 
 def micro_batches(
-    samples: Sequence[Sample], rows_per_batch: int, *, token_budget: int | None = None, packed: bool = False
+    samples: Sequence[Sample],
+    rows_per_batch: int,
+    *,
+    row_tokens: int | None = None,
+    token_budget: int | None = None,
+    packed: bool = False,
 ) -> Iterator[list[Sample]]:
     """Cuts samples into micro-batches. Losses do not depend on the order or on the cuts.
 
     Args:
         rows_per_batch: most completions of a micro-batch.
+        row_tokens: of a completion with its prompt at most. Packed completions then fill the tokens of `rows_per_batch`
+            such rows, which is what memory was meant for, rather than count as rows.
         token_budget: most tokens of a micro-batch, padding included; a single completion above it stands alone.
             None: no limit.
         packed: completions of one prompt stand together and count its tokens once. Otherwise rows of similar length
             stand together, so that little is padded.
     """
     if packed:
+        if row_tokens is not None:
+            room = rows_per_batch * row_tokens
+            rows_per_batch, token_budget = len(samples), room if token_budget is None else min(room, token_budget)
         yield from _packed_batches(samples, rows_per_batch, token_budget)
         return
     ordered = sorted(samples, key=_row_length, reverse=True)

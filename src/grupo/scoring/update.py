@@ -90,8 +90,7 @@ class PolicyUpdate:
     """Of the numbers beside the token ids; float64 for a float64 model."""
     pad_to_multiple_of: int | None = None
     row_tokens: int | None = None
-    """Of a completion with its prompt at most. Completions that share their prompt then fill the tokens of
-    `rows_per_batch` such rows, which is what memory was meant for, rather than count as rows."""
+    """Of a completion with its prompt at most; see `micro_batches`."""
     token_budget: int | None = None
     """Tokens of a micro-batch at most, padding included, where one completion alone has no more; None: no limit."""
     checkpointing: bool = False
@@ -282,12 +281,13 @@ class PolicyUpdate:
         return scores, output
 
     def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        packed = bool(self.scorer.shares_prompts)
-        rows, budget = self.rows_per_batch, self.token_budget
-        if packed and self.row_tokens is not None:
-            room = rows * self.row_tokens
-            rows, budget = len(samples), room if budget is None else min(room, budget)
-        return micro_batches(samples, rows, token_budget=budget, packed=packed)
+        return micro_batches(
+            samples,
+            self.rows_per_batch,
+            row_tokens=self.row_tokens,
+            token_budget=self.token_budget,
+            packed=bool(self.scorer.shares_prompts),
+        )
 
     def _collate(self, rows: Sequence[Sample]) -> MicroBatch:
         return collate(
