@@ -22,13 +22,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
 
 from grupo import GRPOConfig, GRPOTrainer
-from grupo.records import Prompt, Sample
+from grupo.policy.batching import collate
+from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
+from grupo.policy.logprob_model import Scorer
 from grupo.rollout.engine import GenerationRequest, completion_seed
-from grupo.rollout.local import LocalEngine
+from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
-from grupo.scoring.batch import collate
-from grupo.scoring.logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.scoring.scorer import Scorer
+from grupo.types import Prompt, Sample
 
 # Largest relative error of gradients, and mean gap of engine and scored log-probs in nats.
 TOLERANCES = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (5e-2, 5e-2)}

@@ -14,7 +14,7 @@ from datasets import Dataset
 import re
 import sys
 
-from grupo.data.tasks import make_task
+from grupo.tasks.registry import make_task
 from grupo.models.default_model import default_model_path
 
 # 1. Load 4-bit model with vLLM backend for fast group generation

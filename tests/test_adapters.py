@@ -17,13 +17,13 @@ from cases.harness import logs_of, make_trainer, snapshot, token_logprobs, train
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.export import merge
-from grupo.models.adapters import find_adapter, is_blank, load_with_adapter, save_adapter
-from grupo.models.fresh_adapter import add_adapter, add_tokens
-from grupo.models.reference import BaseModel, ReferencePolicy
-from grupo.recipe import Recipe
-from grupo.records import Sample
-from grupo.runs.newest import newest_model
-from grupo.start import fresh_adapter, with_start
+from grupo.models.peft_io import find_adapter, is_blank, load_with_adapter, save_adapter
+from grupo.models.peft_setup import add_adapter, add_tokens
+from grupo.policy.reference import BaseModel, ReferencePolicy
+from grupo.recipes.build import fresh_adapter, with_start
+from grupo.recipes.schema import Recipe
+from grupo.runs.latest import newest_model
+from grupo.types import Sample
 from tiny import tiny_model, tiny_tokenizer
 
 IDS = torch.arange(4, 40)[None]

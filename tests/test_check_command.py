@@ -13,8 +13,8 @@ import pytest
 
 import grupo
 from grupo.cli import main
-from grupo.data.tasks import TASKS, make_task
 from grupo.rewards.registry import REWARDS
+from grupo.tasks.registry import TASKS, make_task
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

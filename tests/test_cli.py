@@ -23,10 +23,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grupo
-import grupo.evaluation
+import grupo.cli.held_out_eval
 from grupo.cli import main
 from grupo.errors import RewardError
-from grupo.recipe import built_in_recipes, load_recipe
+from grupo.recipes.schema import built_in_recipes, load_recipe
 from grupo.rewards.registry import REWARDS
 from tiny import BOS_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
@@ -438,7 +438,7 @@ def test_a_resume_that_ends_before_the_checkpoint_is_loaded_keeps_the_trained_ad
     def ends(*args: Any, **kwargs: Any) -> None:
         raise reason
 
-    monkeypatch.setattr("grupo.evaluation.evaluate_held_out", ends)
+    monkeypatch.setattr("grupo.cli.held_out_eval.evaluate_held_out", ends)
     changed = ("training.max_steps=4", "eval.samples_per_prompt=3")
     assert train(model, tmp_path, *settings, *changed, flags=("--resume",)) in (1, 130)
     assert kept == {name: (tmp_path / name).read_bytes() for name in kept}
@@ -452,9 +452,10 @@ def test_a_resumed_run_keeps_its_evaluation_before_training(
     before = (tmp_path / "eval_before.json").read_bytes()
     summary = read_json(tmp_path / "summary.json")
     evaluated = []
-    real = grupo.evaluation.evaluate_held_out
+    real = grupo.cli.held_out_eval.evaluate_held_out
     monkeypatch.setattr(
-        "grupo.evaluation.evaluate_held_out", lambda *given, **more: evaluated.append(more) or real(*given, **more)
+        "grupo.cli.held_out_eval.evaluate_held_out",
+        lambda *given, **more: evaluated.append(more) or real(*given, **more),
     )
     assert train(model, tmp_path, *settings, "training.max_steps=3", flags=("--resume",)) == 0
     assert len(evaluated) == 1, "the one after training"
@@ -674,12 +675,12 @@ def test_a_run_that_must_stop_ends_with_1_and_keeps_the_model(
 
 
 def test_an_interrupt_before_the_run_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    import grupo.train_command
+    import grupo.cli.train
 
     def interrupted(*args: Any, **kwargs: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(grupo.train_command, "train", interrupted)
+    monkeypatch.setattr(grupo.cli.train, "train", interrupted)
     assert main(["train"]) == 130
 
 

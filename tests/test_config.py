@@ -21,7 +21,8 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from grupo.config import GRPOConfig
-from grupo.config_fields import (
+from grupo.config.constraints import CHOICES, RANGES
+from grupo.config.field_support import (
     DROPPED_FIELDS,
     FIELD_ROWS,
     GRUPO_ROWS,
@@ -33,8 +34,7 @@ from grupo.config_fields import (
     field_tables,
     page_with_tables,
 )
-from grupo.config_rules import EFFECTS
-from grupo.config_values import CHOICES, RANGES
+from grupo.config.validation import EFFECTS
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.sampling import SamplingSpec
 
@@ -143,7 +143,7 @@ def test_every_field_has_a_row_in_the_table() -> None:
 def test_docs_hold_the_table() -> None:
     page = DOCS.read_text()
     assert page == page_with_tables(page, field_tables(dataclasses.fields(GRPOConfig))), (
-        "run: python -m grupo.config_fields docs/config.md"
+        "run: python -m grupo.config.field_support docs/config.md"
     )
     assert all(f"| `{name}` |" in page for name in FIELDS)
 
@@ -542,23 +542,23 @@ def test_precision_on_the_cpu(lines: list[str]) -> None:
 def test_precision_on_an_accelerator(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(TrainingArguments, "_validate_args", lambda self: None)
-    monkeypatch.setattr("grupo.config.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("grupo.config.grpo_config.is_torch_bf16_gpu_available", lambda: True)
     assert GRPOConfig().bf16 is True
     assert GRPOConfig(bf16=True).bf16 is True
     assert GRPOConfig(bf16=False).bf16 is False
     assert GRPOConfig(fp16=True).bf16 is False
     assert GRPOConfig(use_cpu=True).bf16 is False
     assert lines == []
-    monkeypatch.setattr("grupo.config.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("grupo.config.grpo_config.is_torch_bf16_gpu_available", lambda: False)
     assert GRPOConfig().bf16 is False
     assert len(lines) == 1 and "no bfloat16" in lines[0]
 
 
 def test_8_bit_adamw_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    monkeypatch.setattr("grupo.config.is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr("grupo.config.grpo_config.is_bitsandbytes_available", lambda: True)
     assert GRPOConfig(optim="adamw_8bit").optim == "adamw_8bit"
     assert lines == []
-    monkeypatch.setattr("grupo.config.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("grupo.config.grpo_config.is_bitsandbytes_available", lambda: False)
     assert GRPOConfig(optim="adamw_8bit").optim == TrainingArguments.default_optim
     assert len(lines) == 1 and "pip install bitsandbytes" in lines[0]
 
@@ -609,7 +609,7 @@ def test_what_the_base_class_would_find_later(
     """Behind the first evaluation, or behind the loading of the model."""
     for package in ("optimi", "galore_torch"):
         monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr("grupo.config_rules.get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr("grupo.config.validation.get_available_reporting_integrations", lambda: ["tensorboard"])
     assert said in refused(**settings)
 
 

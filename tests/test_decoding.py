@@ -7,14 +7,14 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from families import family_model
-from grupo.models.decoding import decoding_copy
-from grupo.models.decoding_layer import DecodingLayer
-from grupo.records import Prompt, Sample
+from grupo.policy.batching import collate
+from grupo.policy.logprob_model import Scorer
 from grupo.rollout.engine import GenerationRequest, completion_seed
-from grupo.rollout.local import LocalEngine, _without_holes
+from grupo.rollout.local.engine import LocalEngine, _without_holes
+from grupo.rollout.local.fused_layer import DecodingLayer
+from grupo.rollout.local.inference_copy import decoding_copy
 from grupo.sampling import SamplingSpec
-from grupo.scoring.batch import collate
-from grupo.scoring.scorer import Scorer
+from grupo.types import Prompt, Sample
 from tiny import tiny_model
 
 IDS = torch.arange(10, 30)[None]
@@ -168,8 +168,8 @@ def test_the_plain_way_samples_the_same(max_rows):
 def test_without_room_for_a_copy_the_model_itself_decodes(monkeypatch):
     model, spec = adapted(), SamplingSpec(max_new_tokens=20)
     wanted = engine(model).generate(requests(), spec)
-    monkeypatch.setattr("grupo.rollout.local.free_bytes", lambda device: 1000)
-    monkeypatch.setattr("grupo.rollout.local.decoding_copy", None)
+    monkeypatch.setattr("grupo.rollout.local.engine.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("grupo.rollout.local.engine.decoding_copy", None)
     found = engine(model).generate(requests(), spec)
     assert [[c.token_ids for c in group] for group in found] == [[c.token_ids for c in group] for group in wanted]
 

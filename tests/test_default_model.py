@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from grupo.data.prompts import PromptTokenizer, tokenize_rows
-from grupo.data.tasks import make_task
 from grupo.models.default_model import default_model_path
 from grupo.models.load import load_policy, load_tokenizer, stop_token_ids
-from grupo.records import Sample
+from grupo.policy.batching import collate
+from grupo.policy.logprob_model import Scorer
 from grupo.rollout.engine import GenerationRequest
-from grupo.rollout.local import LocalEngine
+from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
-from grupo.scoring.batch import collate
-from grupo.scoring.scorer import Scorer
+from grupo.tasks.registry import make_task
+from grupo.types import Sample
 
 pytestmark = pytest.mark.model
 

@@ -10,17 +10,17 @@ import yaml
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from grupo.cli import _parser
+from grupo.cli.main import _parser
+from grupo.cli.sft import Phase
+from grupo.cli.train import recipe_rewards
 from grupo.config import GRPOConfig
-from grupo.data.tasks import TASKS, make_task
 from grupo.errors import ExportError
-from grupo.models.adapters import save_adapter
-from grupo.models.fresh_adapter import add_adapter
-from grupo.recipe import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec, load_recipe
+from grupo.models.peft_io import save_adapter
+from grupo.models.peft_setup import add_adapter
+from grupo.recipes.build import fresh_adapter
+from grupo.recipes.schema import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec, load_recipe
 from grupo.rewards import FAULTS, RewardRunner, make_reward
-from grupo.sft_command import Phase
-from grupo.start import fresh_adapter
-from grupo.train_command import recipe_rewards
+from grupo.tasks.registry import TASKS, make_task
 from stub_judge import grade, judge_server
 from tiny import tiny_model, tiny_tokenizer
 

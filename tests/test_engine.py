@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from grupo.errors import DataError
-from grupo.records import FinishReason, Prompt
 from grupo.rollout.engine import GenerationRequest, completion_seed
-from grupo.rollout.local import LocalEngine
-from grupo.rollout.sampling import draw_tokens, truncated_log_probs
+from grupo.rollout.local.engine import LocalEngine
+from grupo.rollout.local.token_sampling import draw_tokens, truncated_log_probs
 from grupo.rollout.scripted import ScriptedEngine
 from grupo.sampling import SamplingSpec
+from grupo.types import FinishReason, Prompt
 from tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

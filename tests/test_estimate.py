@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 from families import family_model
 from grupo import GRPOConfig
-from grupo.estimate import REMEDIES, MemoryEstimate, memory_estimate
-from grupo.models.decoding import copied_bytes, decoding_copy
-from grupo.models.fresh_adapter import add_adapter
-from grupo.models.quantized import quantization_config, quantized_layers
-from grupo.rollout.decoders import Calls, RowDecoder
+from grupo.models.peft_setup import add_adapter
+from grupo.models.quantization import quantization_config, quantized_layers
+from grupo.rollout.local.decoders import Calls, RowDecoder
+from grupo.rollout.local.inference_copy import copied_bytes, decoding_copy
+from grupo.trainer.memory_estimate import REMEDIES, MemoryEstimate, memory_estimate
 from suite.measure import MIB
 from suite.models import load
 from suite.recipes import RECIPES

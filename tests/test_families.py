@@ -24,12 +24,12 @@ from cases.harness import (
     train,
 )
 from families import FAMILIES, WINDOW, family_model
-from grupo.records import Prompt, Sample
+from grupo.policy.batching import collate
+from grupo.policy.logprob_model import Scorer
 from grupo.rollout.engine import GenerationRequest
-from grupo.rollout.local import LocalEngine
+from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
-from grupo.scoring.batch import collate
-from grupo.scoring.scorer import Scorer
+from grupo.types import Prompt, Sample
 
 CPU = torch.device("cpu")
 # Of gradients, relative. The norms and rotary angles of the models compute in float32, also in float64.

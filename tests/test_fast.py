@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import grupo
 from grupo import FastLanguageModel, GRPOConfig, GRPOTrainer, PatchFastRL, SamplingParams
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.fast import arguments
-from grupo.fast.model import METHODS
-from grupo.models.asked import asked_of
-from grupo.models.quantized import is_4bit, is_8bit, quantized_layers
+from grupo.models.load_options import asked_of
+from grupo.models.quantization import is_4bit, is_8bit, quantized_layers
 from grupo.sampling_params import requested_sampling
+from grupo.unsloth import arguments
+from grupo.unsloth.model import METHODS
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("bitsandbytes")
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused(folder, settings, message):
 
 
 def test_without_bitsandbytes_the_default_is_a_sentence(folder, monkeypatch):
-    monkeypatch.setattr("grupo.models.quantized.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("grupo.models.quantization.is_bitsandbytes_available", lambda: False)
     with pytest.raises(ConfigError, match=r"load_in_4bit=True, the default, needs the package bitsandbytes"):
         load(folder)
     load(folder, load_in_4bit=False)
@@ -514,8 +514,8 @@ def test_checkpointing_is_what_the_model_was_asked_for(folder, tmp_path, caplog,
 
 
 def test_offload_is_connected_on_an_accelerator(folder, monkeypatch):
-    from grupo.models.asked import Asked
-    from grupo.trainer_parts import one_item_per_step
+    from grupo.models.load_options import Asked
+    from grupo.trainer.setup import one_item_per_step
 
     config = GRPOConfig("anywhere")
     monkeypatch.setattr(type(config), "device", torch.device("cuda"))

@@ -14,10 +14,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from grupo import hub
 from grupo.cli import main
-from grupo.models.adapters import find_adapter, load_with_adapter, save_adapter
 from grupo.models.load import load_policy, load_tokenizer
+from grupo.models.peft_io import find_adapter, load_with_adapter, save_adapter
+from grupo.utils import hub
 from tiny import tiny_model, tiny_tokenizer
 
 NAME = "nobody/has-made-this-1b"

@@ -21,12 +21,12 @@ from grupo import GRPOTrainer
 from grupo.algo.losses import LossInputs, Objective, StepTotals
 from grupo.data.prompts import PromptStream
 from grupo.errors import TrainingError
-from grupo.records import Sample
-from grupo.scoring import scorer as scorer_module
-from grupo.scoring.batch import collate
-from grupo.scoring.logprobs import chunked_logprobs
-from grupo.scoring.scorer import Scorer
-from grupo.scoring.update import PolicyUpdate
+from grupo.policy import logprob_model as scorer_module
+from grupo.policy.batching import collate
+from grupo.policy.chunked_logprobs import chunked_logprobs
+from grupo.policy.forward_backward import PolicyUpdate
+from grupo.policy.logprob_model import Scorer
+from grupo.types import Sample
 from tiny import tiny_model
 from tiny_trainer import EOS, PROMPTS, TOKENIZER, Spy, Step, distance, gradients, make_trainer, run, weights
 
@@ -582,7 +582,7 @@ def test_which_completions_an_optimizer_step_uses(tmp_path: Path, name: str) -> 
 def test_ranks_share_out_every_step_and_keep_their_rows(
     world_size: int, rollout: int, rollouts: int, passes: int, step: int
 ) -> None:
-    from grupo.rollout.deal import deal
+    from grupo.rollout.schedule import deal
 
     window = rollout * rollouts
     dealt = [

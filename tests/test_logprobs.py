@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grupo.scoring.logprobs import chunked_logprobs, logprobs_from_logits
+from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
 
 
 def naive(hidden, weight, targets, bias, temperature):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from grupo.models.lora import is_plain_lora, lora_added_in_place
+from grupo.models.inplace_lora import is_plain_lora, lora_added_in_place
 from tiny import tiny_model
 
 IDS = torch.arange(10, 34).reshape(2, 12)

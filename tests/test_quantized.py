@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from grupo.cli import main
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.models.decoding import decoding_copy
-from grupo.models.fresh_adapter import add_adapter
+from grupo.models.activation_recompute import cheap_activations_recomputed
+from grupo.models.inplace_lora import lora_added_in_place
 from grupo.models.load import check_trainable
-from grupo.models.lora import lora_added_in_place
 from grupo.models.memory import activations_in_host_memory
-from grupo.models.quantized import (
+from grupo.models.peft_setup import add_adapter
+from grupo.models.quantization import (
     arithmetic_dtype,
     dense_bytes,
     dense_weight,
@@ -25,13 +25,13 @@ from grupo.models.quantized import (
     quantization_config,
     quantized_layers,
 )
-from grupo.models.recomputed import cheap_activations_recomputed
-from grupo.records import Prompt, Sample
+from grupo.policy.batching import collate
+from grupo.policy.logprob_model import Scorer, dropout_off
 from grupo.rollout.engine import GenerationRequest, completion_seed
-from grupo.rollout.local import LocalEngine
+from grupo.rollout.local.engine import LocalEngine
+from grupo.rollout.local.inference_copy import decoding_copy
 from grupo.sampling import SamplingSpec
-from grupo.scoring.batch import collate
-from grupo.scoring.scorer import Scorer, dropout_off
+from grupo.types import Prompt, Sample
 from tiny import tiny_model, tiny_tokenizer
 from tiny_trainer import PROMPTS, make_trainer
 
@@ -145,10 +145,10 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(folder, kind):
 def test_without_room_for_a_copy_the_layers_are_used_as_they_are(folder, monkeypatch):
     model = adapted(loaded(folder))
     asked = requests()
-    monkeypatch.setattr("grupo.rollout.local.decoding_copy", None)
+    monkeypatch.setattr("grupo.rollout.local.engine.decoding_copy", None)
     # Room for the quantised weights, and not for dense ones.
     packed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    monkeypatch.setattr("grupo.rollout.local.free_bytes", lambda device: 2 * packed)
+    monkeypatch.setattr("grupo.rollout.local.engine.free_bytes", lambda device: 2 * packed)
     assert dense_bytes(model) > 1.5 * packed
     groups = engine(model).generate(asked, SamplingSpec(max_new_tokens=20))
     assert gap(model, groups, asked) < BOUND["nf4"]
@@ -162,7 +162,7 @@ def test_a_rollout_leaves_the_layers_as_they_are(folder, monkeypatch, settings, 
     for layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = True
     if not room:
-        monkeypatch.setattr("grupo.rollout.local.free_bytes", lambda device: 1)
+        monkeypatch.setattr("grupo.rollout.local.engine.free_bytes", lambda device: 1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     training = [module.training for module in model.modules()]
     engine(model).generate(requests(1), SamplingSpec(max_new_tokens=3))
@@ -303,7 +303,7 @@ def test_loaded_by_the_trainer_and_saved_for_peft(folder, tmp_path):
 
 
 def test_bitsandbytes_missing_is_a_sentence(monkeypatch):
-    monkeypatch.setattr("grupo.models.quantized.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("grupo.models.quantization.is_bitsandbytes_available", lambda: False)
     with pytest.raises(ConfigError, match=r"load_in_4bit=True needs .*pip install"):
         quantization_config("nf4", torch.float32, asked="load_in_4bit=True")
 

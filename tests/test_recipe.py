@@ -13,11 +13,11 @@ from datasets import Dataset, DatasetDict
 
 from grupo.config import GRPOConfig
 from grupo.data.prompts import PromptTokenizer, tokenize_rows
-from grupo.data.sources import recipe_rows
-from grupo.data.tasks import TASKS, make_task
 from grupo.errors import ConfigError, DataError
-from grupo.recipe import Recipe, built_in_recipes, load_recipe, to_yaml
+from grupo.recipes.data import recipe_rows
+from grupo.recipes.schema import Recipe, built_in_recipes, load_recipe, to_yaml
 from grupo.rewards.registry import make_reward
+from grupo.tasks.registry import TASKS, make_task
 from tiny import tiny_tokenizer
 
 

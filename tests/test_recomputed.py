@@ -14,10 +14,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from families import FAMILIES, family_model
-from grupo.models.recomputed import _Recipes, cheap_activations_recomputed
-from grupo.records import Sample
-from grupo.scoring.batch import collate
-from grupo.scoring.scorer import Scorer
+from grupo.models.activation_recompute import _Recipes, cheap_activations_recomputed
+from grupo.policy.batching import collate
+from grupo.policy.logprob_model import Scorer
+from grupo.types import Sample
 from tiny import tiny_model
 
 CPU = torch.device("cpu")

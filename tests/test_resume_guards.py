@@ -15,11 +15,11 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from grupo import GRPOConfig, GRPOTrainer
-from grupo.config_fields import FIELD_ROWS, Treatment
+from grupo.config.batch_plan import StepPlan
+from grupo.config.field_support import FIELD_ROWS, Treatment
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.runs.same_run import ACCEPTABLE, FIXED, FREE, WATCHED, names_of_changes
-from grupo.step_plan import StepPlan
-from grupo.trainer_parts import compared_settings
+from grupo.runs.resume_check import ACCEPTABLE, FIXED, FREE, WATCHED, names_of_changes
+from grupo.trainer.setup import compared_settings
 from tiny import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"say {index}"} for index in range(8)]
@@ -345,6 +345,6 @@ def test_target_modules_of_an_optimizer_that_the_model_lacks(tmp_path, monkeypat
 
     monkeypatch.setitem(sys.modules, "galore_torch", types.ModuleType("galore_torch"))
     sys.modules["galore_torch"].__spec__ = importlib.machinery.ModuleSpec("galore_torch", None)
-    monkeypatch.setattr("grupo.optimizer_rules.Trainer.get_optimizer_cls_and_kwargs", looks_for_modules)
+    monkeypatch.setattr("grupo.config.optimizer.Trainer.get_optimizer_cls_and_kwargs", looks_for_modules)
     with pytest.raises(ConfigError, match="cannot be made: No target modules found"):
         make(tmp_path, optim="galore_adamw", optim_target_modules=["nowhere"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from grupo.records import Sample
-from grupo.scoring.batch import collate, micro_batches
-from grupo.scoring.scorer import Scorer, dropout_off
+from grupo.policy.batching import collate, micro_batches
+from grupo.policy.logprob_model import Scorer, dropout_off
+from grupo.types import Sample
 from tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -187,7 +187,7 @@ def test_dropout_is_off_while_training_stays_on():
 
 
 def test_reference_policy_is_the_start_and_leaves_the_policy_alone():
-    from grupo.models.reference import ReferencePolicy
+    from grupo.policy.reference import ReferencePolicy
 
     model = tiny_model()
     items = random_samples(2)

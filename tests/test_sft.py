@@ -18,10 +18,10 @@ from cases.harness import snapshot
 from grupo.cli import main
 from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues, that_fit, written
 from grupo.data.prompts import PromptTokenizer
-from grupo.data.tasks import make_task
 from grupo.errors import ConfigError, DataError
-from grupo.recipe import load_recipe
-from grupo.sft import NO_LOSS, padded, sft_trainer
+from grupo.recipes.schema import load_recipe
+from grupo.tasks.registry import make_task
+from grupo.trainer.sft_trainer import NO_LOSS, padded, sft_trainer
 from tiny import BOS_CHAT_TEMPLATE, CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 TEXT = [{"prompt": "2+2=", "completion": " 4"}, {"prompt": "a longer prompt:", "completion": " yes</s>"}]

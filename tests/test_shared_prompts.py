@@ -24,11 +24,11 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from cases.harness import recorded_batches, relative_error
 from families import FAMILIES, family_model
-from grupo.models import attention
-from grupo.models.attention import LAYOUT_KEYWORD, packed_attention
-from grupo.records import Sample
-from grupo.scoring.batch import collate, micro_batches
-from grupo.scoring.scorer import Scorer
+from grupo.models import shared_prompt_attention as attention
+from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD, packed_attention
+from grupo.policy.batching import collate, micro_batches
+from grupo.policy.logprob_model import Scorer
+from grupo.types import Sample
 from tiny import with_exact_norms
 from tiny_trainer import Spy, distance, gradients, make_trainer, run
 
@@ -268,7 +268,7 @@ def test_padding_of_a_packed_row_is_seen_by_nobody(multiple):
 
 def test_dropout_of_attention_is_that_of_the_model():
     """Off where scoring is without dropout, on where it is asked for."""
-    from grupo.scoring.scorer import dropout_off
+    from grupo.policy.logprob_model import dropout_off
 
     model = family_model("Llama", attention_dropout=0.4)
     samples = samples_of([(9, [5, 6])], 0)

@@ -21,7 +21,7 @@ from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import NumberedRows, PromptStream, TokenizedRow
 from grupo.errors import ConfigError, DataError, RewardError
 from grupo.evals.pass_rates import measured_pass_rates
-from grupo.scoring.scorer import Scorer
+from grupo.policy.logprob_model import Scorer
 from tiny import tiny_model
 from tiny_trainer import EOS, TOKENIZER, Spy, distance, gradients, make_trainer, reward, weights
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grupo.config.batch_plan import StepPlan
 from grupo.errors import ConfigError
-from grupo.step_plan import StepPlan
 
 
 def plan_of(
@@ -266,5 +266,6 @@ def prompts_needed(batch: int, accumulation: int, group: int, window: int | None
 
 
 def test_imports_no_torch() -> None:
-    code = "import sys, grupo.step_plan, grupo.sampling, grupo.config_fields; assert 'torch' not in sys.modules"
+    modules = "grupo.config.batch_plan, grupo.config.field_support, grupo.sampling"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grupo.runs.signals import StopSignals
+from grupo.runs.stop_signals import StopSignals
 from test_resume import EVALUATED, assert_same_run, run, sum_of_ids
 
 pytestmark = pytest.mark.skipif(

@@ -15,15 +15,15 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grupo.data.generators import Tree, joined
-from grupo.data.sources import recipe_rewards, recipe_rows
-from grupo.data.splits import normalised, shared_items, without_shared
-from grupo.data.tasks import TASKS, Task, make_task
+from grupo.data.decontamination import normalised, shared_items, without_shared
 from grupo.errors import ConfigError, DataError, RewardError
-from grupo.recipe import DatasetSpec, Recipe, load_recipe
+from grupo.recipes.data import recipe_rewards, recipe_rows
+from grupo.recipes.schema import DatasetSpec, Recipe, load_recipe
 from grupo.rewards import countdown, make_reward, number_list
-from grupo.rewards.golds import final_answer
-from grupo.rewards.puzzles import countdown_fault, may_run, written_answer
+from grupo.rewards.answers.ground_truth import final_answer
+from grupo.rewards.verifiers.puzzles import countdown_fault, may_run, written_answer
+from grupo.tasks.generators import Tree, joined
+from grupo.tasks.registry import TASKS, Task, make_task
 
 DRAWN = ["arithmetic", "countdown", "sorting", "letter-counting", "word-problems"]
 LEVELS = [(name, level) for name in DRAWN for level in range(1, len(make_task(name, train=5, held_out=5).levels) + 1)]

@@ -11,7 +11,7 @@ import pytest
 
 import grupo
 from grupo.config import GRPOConfig
-from grupo.names import counted
+from grupo.utils.messages import counted
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 CELLS = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]

@@ -290,7 +290,7 @@ def test_the_command_line_speaks_once_and_shares_the_evaluation(tmp_path: Path, 
 
     logs = tmp_path / "logs"
     subprocess.run(
-        [*LAUNCH, "--log-dir", str(logs), "--redirects", "3", "-m", "grupo.cli", *arguments(4)],
+        [*LAUNCH, "--log-dir", str(logs), "--redirects", "3", "-m", "grupo", *arguments(4)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         check=True, timeout=TIMEOUT,
     )  # fmt: skip
@@ -326,7 +326,7 @@ def test_the_supervised_phase_is_that_of_one_process(tmp_path: Path) -> None:
 
     logs = tmp_path / "logs"
     subprocess.run(
-        [*LAUNCH, "--log-dir", str(logs), "--redirects", "3", "-m", "grupo.cli", *arguments("shared", 4)],
+        [*LAUNCH, "--log-dir", str(logs), "--redirects", "3", "-m", "grupo", *arguments("shared", 4)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         check=True, timeout=TIMEOUT,
     )  # fmt: skip

@@ -14,8 +14,8 @@ import torch
 from transformers import TrainerCallback
 
 from grupo import GRPOConfig, GRPOTrainer
-from grupo.records import Sample
 from grupo.rollout.scripted import ScriptedEngine
+from grupo.types import Sample
 from tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from grupo.errors import GrupoError
 from grupo.evals.pass_rates import measured_pass_rates
-from grupo.scoring.scorer import Scorer
+from grupo.policy.logprob_model import Scorer
 from tiny import tiny_model
 from tiny_trainer import EOS, PROMPTS, Spy, gradients, make_trainer, reward, scripted_ids, weights
 

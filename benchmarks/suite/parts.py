@@ -15,15 +15,15 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from grupo.models.decoding import decoding_copy
-from grupo.records import Prompt, Sample
-from grupo.rollout import local
+from grupo.policy.batching import collate
+from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
+from grupo.policy.logprob_model import Scorer
 from grupo.rollout.engine import GenerationRequest
-from grupo.rollout.local import LocalEngine
+from grupo.rollout.local import engine as local
+from grupo.rollout.local.engine import LocalEngine
+from grupo.rollout.local.inference_copy import decoding_copy
 from grupo.sampling import SamplingSpec
-from grupo.scoring.batch import collate
-from grupo.scoring.logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.scoring.scorer import Scorer
+from grupo.types import Prompt, Sample
 from suite import floors
 from suite.measure import MIB, MemoryAbove, interleaved, medians
 from suite.models import load, lora

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.names import nearest
+from grupo.utils.messages import nearest
 
 logger = logging.getLogger("grupo")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.names import nearest
+from grupo.utils.messages import nearest
 
 
 @dataclass(init=False)

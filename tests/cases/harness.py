@@ -17,10 +17,10 @@ from transformers import TrainerCallback
 
 from grupo import GRPOConfig, GRPOTrainer, ScriptedEngine
 from grupo.algo.losses import LossInputs, Objective
-from grupo.records import MicroBatch
+from grupo.policy import forward_backward as update
 from grupo.rollout.engine import GenerationRequest
 from grupo.sampling import SamplingSpec
-from grupo.scoring import update
+from grupo.types import MicroBatch
 from tiny import tiny_model, tiny_tokenizer
 
 BOS, EOS, PAD, USER, ASSISTANT, END = range(6)

@@ -13,9 +13,9 @@ from tokenizers.processors import TemplateProcessing
 
 from cases.harness import BOS, EOS, after_its_checks, ids_of, logs_of, make_trainer, train
 from grupo.errors import DataError
-from grupo.models.attention import LAYOUT_KEYWORD
-from grupo.records import PackedLayout
+from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD
 from grupo.rewards import tag_format
+from grupo.types import PackedLayout
 from tiny import BOS_CHAT_TEMPLATE, CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -26,7 +26,7 @@ from cases.harness import (
 )
 from grupo.errors import ConfigError
 from grupo.rollout.engine import GenerationRequest
-from grupo.rollout.local import LocalEngine
+from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
 from tiny import tiny_model
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from cases.harness import gradient_of, logs_of, relative_error, token_logprobs
 from grupo import GRPOConfig, GRPOTrainer
-from grupo.models.decoding import decoding_copy
-from grupo.models.fresh_adapter import add_adapter
+from grupo.models.peft_setup import add_adapter
+from grupo.rollout.local.inference_copy import decoding_copy
 from tiny import tiny_model, tiny_tokenizer
 
 IDS = torch.arange(4, 40)[None]

@@ -24,7 +24,7 @@ from cases.harness import (
     token_logprobs,
 )
 from grupo import GRPOConfig, GRPOTrainer, ScriptedEngine
-from grupo.scoring.scorer import Scorer
+from grupo.policy.logprob_model import Scorer
 from tiny import tiny_model
 
 STEPS, PER_LOG, PASSES = 6, 3, 2  # rollouts before steps 1, 3 and 5: the logs hold two of them and one

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from families import family_model
-from grupo.export.comparison import TEXT
+from grupo.export.logit_check import TEXT
 from tiny import tiny_bpe_tokenizer
 
 SIZES = {"vocab_size": 448, "hidden_size": 64, "intermediate_size": 128}

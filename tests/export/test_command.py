@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from export.adapters import ADAPTERS, NF4, adapted, base_folder
 from grupo.cli import main
-from grupo.export.comparison import difference, logits_of
-from grupo.models.adapters import find_adapter, load_with_adapter, save_adapter
+from grupo.export.logit_check import difference, logits_of
+from grupo.models.peft_io import find_adapter, load_with_adapter, save_adapter
 from tiny import tiny_tokenizer
 from tiny_trainer import make_trainer
 

@@ -20,7 +20,7 @@ from families import family_model
 from grupo.errors import ConfigError, ExportError, UnsupportedError
 from grupo.export import merge
 from grupo.export import merging as merging_module
-from grupo.export.comparison import check_ids, difference, logits_of
+from grupo.export.logit_check import check_ids, difference, logits_of
 from tiny import tiny_model
 
 FRESH = """

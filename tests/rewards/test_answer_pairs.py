@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grupo.rewards import Extraction, math_accuracy
-from grupo.rewards.expressions import read_answer, same_answer
+from grupo.rewards.answers.latex import read_answer, same_answer
 
 TABLE = yaml.safe_load((Path(__file__).parent / "answer_pairs.yaml").read_text(encoding="utf-8"))
 PAIRS = [

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers import (
+from grupo.rewards.answers.extraction import (
     Extraction,
     Found,
     completion_text,
@@ -23,7 +23,7 @@ from grupo.rewards.answers import (
     number_alone,
     shown_value,
 )
-from grupo.rewards.format import block_content
+from grupo.rewards.library.format import block_content
 
 LAST_NUMBERS = [
     ("7 * 8 = 56", 56),

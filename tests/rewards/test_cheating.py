@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from grupo.errors import ConfigError
 from grupo.rewards import RewardRunner, no_cheating
-from grupo.rewards.cheating import cheating_signs
+from grupo.rewards.code.static_checks import cheating_signs
 
 CLEAN = [
     "import math\nfrom collections import Counter, defaultdict\nprint(math.gcd(4, 6), Counter('ab').most_common(1))",

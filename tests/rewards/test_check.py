@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from grupo.data.tasks import make_task
 from grupo.errors import ConfigError, DataError
 from grupo.rewards import (
     FAULTS,
@@ -29,6 +28,7 @@ from grupo.rewards import (
     tag_format,
     token_length,
 )
+from grupo.tasks.registry import make_task
 
 SUMS = [{"prompt": f"What is {n} * 12?", "answer": str(12 * n)} for n in range(7, 27)]
 TALKS = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in SUMS]

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grupo.errors import ConfigError
-from grupo.rewards import RewardRunner, code_reward, extract_code, sandbox
-from grupo.rewards.code import judge_code
-from grupo.rewards.code_tests import AssertTest, FunctionTest, OutputTest, ScriptTest, read_tests, same_value
-from grupo.rewards.sandbox import Limits
+from grupo.rewards import RewardRunner, code_reward, extract_code
+from grupo.rewards.code.reward import judge_code
+from grupo.rewards.code.sandbox import runner as sandbox
+from grupo.rewards.code.sandbox.runner import Limits
+from grupo.rewards.code.test_cases import AssertTest, FunctionTest, OutputTest, ScriptTest, read_tests, same_value
 
 ADD = [{"function": "add", "args": [2, 3], "expected": 5}, {"function": "add", "args": [-1, 1], "expected": 0}]
 FORMS = {
@@ -370,7 +371,9 @@ def test_wrong_arguments_are_refused(monkeypatch):
     for arguments in ({"timeout": 0}, {"memory_mb": 1}, {"workers": 0}, {"call_seconds": -1.0}):
         with pytest.raises(ConfigError):
             code_reward(**arguments)
-    monkeypatch.setattr("grupo.rewards.code.isolation", lambda: sandbox.Isolation(False, False, "no user namespaces"))
+    monkeypatch.setattr(
+        "grupo.rewards.code.reward.isolation", lambda: sandbox.Isolation(False, False, "no user namespaces")
+    )
     with pytest.raises(ConfigError, match=r"cannot be had here: no namespaces \(no user namespaces\)"):
         code_reward(require_isolation=True)
 
@@ -414,6 +417,8 @@ def test_arbitrary_programs_stay_in_the_range(text):
 
 def test_a_program_that_ends_its_supervisor_is_wrong_and_not_spared(monkeypatch):
     """It can without namespaces; to abstain would be better than to be wrong."""
-    monkeypatch.setattr("grupo.rewards.sandbox.isolation", lambda: sandbox.Isolation(False, False, "asked for"))
+    monkeypatch.setattr(
+        "grupo.rewards.code.sandbox.runner.isolation", lambda: sandbox.Isolation(False, False, "asked for")
+    )
     verdict = judge_code("import os\nos.kill(os.getppid(), 9)\nwhile True: pass", read_tests(ADD[:1]), LIMITS)
     assert verdict.faults == ("exception",)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grupo.rewards.exact import PI, ExactNumber, NotExact
-from grupo.rewards.expressions import Symbols, is_prose, read_answer, same_answer
+from grupo.rewards.answers.exact_numbers import PI, ExactNumber, NotExact
+from grupo.rewards.answers.latex import Symbols, is_prose, read_answer, same_answer
 
 
 def are_same(first: str, second: str) -> bool:

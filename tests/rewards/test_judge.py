@@ -23,10 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grupo.errors import ConfigError, RewardError
-from grupo.records import RewardStatus
-from grupo.rewards import RewardRunner, RewardTable, judge, judge_requests, judge_verdicts, llm_judge, make_reward
-from grupo.rewards.judge import LLMJudge
-from grupo.rewards.judge_verdicts import parse_verdict
+from grupo.rewards import RewardRunner, RewardTable, llm_judge, make_reward
+from grupo.rewards.judge import client as judge_requests
+from grupo.rewards.judge import reward as judge
+from grupo.rewards.judge import verdicts as judge_verdicts
+from grupo.rewards.judge.reward import LLMJudge
+from grupo.rewards.judge.verdicts import parse_verdict
+from grupo.types import RewardStatus
 from stub_judge import Reply, StubServer, grade, judge_server, question
 
 SCORED, ABSTAINED, FAILED = RewardStatus.SCORED, RewardStatus.ABSTAINED, RewardStatus.FAILED

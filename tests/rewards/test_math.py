@@ -12,7 +12,7 @@ import pytest
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards import RewardRunner, accuracy_reward, math_accuracy, number_match, number_score
-from grupo.rewards.verifiers import GoldReward
+from grupo.rewards.verifiers.base import GoldReward
 
 
 def score(completion: Any, gold: Any) -> float | None:

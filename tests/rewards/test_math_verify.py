@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards import RewardRunner, check_rewards, math_accuracy, reward_from
-from grupo.rewards.agreement import Difference, disagreement
-from grupo.rewards.symbolic import MathVerify
-from grupo.rewards.values import NumericCheck, same_values
-from grupo.rewards.verifiers import Decision, GoldVerifier, Verdict
+from grupo.rewards.verifiers.agreement import Difference, disagreement
+from grupo.rewards.verifiers.base import Decision, GoldVerifier, Verdict
+from grupo.rewards.verifiers.math_verify import MathVerify
+from grupo.rewards.verifiers.numeric_equivalence import NumericCheck, same_values
 from rewards import test_math as tables
 
 pytest.importorskip("math_verify")

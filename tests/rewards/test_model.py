@@ -21,8 +21,8 @@ from transformers import (
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.errors import ConfigError
-from grupo.records import RewardStatus
 from grupo.rewards import RewardRunner, RewardTable, make_reward, reward_model
+from grupo.types import RewardStatus
 from tiny import tiny_model, tiny_tokenizer
 from tiny_trainer import make_trainer
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards import number_present, number_score, proximity
-from grupo.rewards.numeric import answer_number
+from grupo.rewards.library.numeric import answer_number
 
 NUMBERS = st.fractions(min_value=-1000, max_value=1000, max_denominator=20)
 

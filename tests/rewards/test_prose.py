@@ -8,7 +8,7 @@ import pytest
 
 from grupo.errors import ConfigError
 from grupo.rewards import language_consistency, readability
-from grupo.rewards.prose import lix
+from grupo.rewards.library.language import lix
 
 EASY = "The cat sat on the mat. It saw a dog. The dog ran off. The cat was glad."
 HARD = (

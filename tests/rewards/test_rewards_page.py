@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grupo.recipe import Recipe
+from grupo.recipes.schema import Recipe
 from grupo.rewards import REWARDS, make_reward
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")

@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from grupo.errors import ConfigError, DataError, RewardError
-from grupo.records import RewardStatus
-from grupo.rewards import RewardRunner, RewardTable, check_column_names, run_alone, runner
+from grupo.rewards import RewardRunner, RewardTable, check_column_names, run_alone
+from grupo.rewards.execution import runner
+from grupo.types import RewardStatus
 
 SCORED, ABSTAINED, FAILED = RewardStatus.SCORED, RewardStatus.ABSTAINED, RewardStatus.FAILED
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from grupo.errors import ConfigError
-from grupo.rewards import sandbox
-from grupo.rewards.sandbox import Call, Isolation, Job, Limits, isolation, run_python, run_together
+from grupo.rewards.code.sandbox import runner as sandbox
+from grupo.rewards.code.sandbox.runner import Call, Isolation, Job, Limits, isolation, run_python, run_together
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and namespaces of Linux")
 
@@ -266,7 +266,7 @@ def test_files_left_behind_are_removed(within, tmp_path, monkeypatch):
 def test_everything_ends_with_the_training_process(within):
     mark = f"grupo-orphan-{os.getpid()}-{within.namespaces}"
     program = (
-        "import sys\nfrom grupo.rewards.sandbox import Isolation, Limits, run_python\n"
+        "import sys\nfrom grupo.rewards.code.sandbox.runner import Isolation, Limits, run_python\n"
         f"within = Isolation({within.namespaces}, {within.other_user})\n"
         "run_python(sys.stdin.read(), Limits(seconds=20.0), within=within)"
     )

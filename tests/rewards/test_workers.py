@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards import workers
-from grupo.rewards.workers import MEMORY_IS_LIMITED, WorkerPool
+from grupo.utils import worker_pool as workers
+from grupo.utils.worker_pool import MEMORY_IS_LIMITED, WorkerPool
 from rewards import worker_functions as functions
 
 LIMIT = 0.5
@@ -137,7 +137,7 @@ def test_functions_that_a_worker_cannot_import_are_refused() -> None:
     with pytest.raises(ConfigError, match="give a function of a module"):
         WorkerPool(lambda item: item, timeout=1.0)
     program = (
-        "from grupo.rewards.workers import WorkerPool\ndef f(item): return item\n"
+        "from grupo.utils.worker_pool import WorkerPool\ndef f(item): return item\n"
         "try: WorkerPool(f, timeout=1.0)\nexcept ValueError as error: print(error)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
@@ -303,7 +303,7 @@ def test_no_worker_outlives_its_parent(tmp_path: Path, how: str, end: str) -> No
 
 def test_an_idle_worker_does_not_outlive_its_parent() -> None:
     program = (
-        "import os; from grupo.rewards.workers import WorkerPool; from rewards.worker_functions import process_id\n"
+        "import os; from grupo.utils.worker_pool import WorkerPool; from rewards.worker_functions import process_id\n"
         "pool = WorkerPool(process_id, timeout=5.0, workers=1); print(pool.map([0])[0].value, flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )

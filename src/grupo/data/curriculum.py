@@ -14,8 +14,8 @@ from typing import Any
 
 from grupo.data.prompts import Outcome, PromptStream, Rows, TokenizedRow, column_names
 from grupo.errors import ConfigError, DataError
-from grupo.names import counted, nearest
-from grupo.records import Prompt
+from grupo.types import Prompt
+from grupo.utils.messages import counted, nearest
 
 logger = logging.getLogger("grupo")
 

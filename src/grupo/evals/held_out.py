@@ -11,11 +11,11 @@ from typing import Any
 from grupo.data.prompts import TokenizedRow
 from grupo.errors import RewardError
 from grupo.evals.statistics import Interval, clustered_interval
-from grupo.records import Group, group_record
-from grupo.rollout.collect import RolloutCollector
-from grupo.rollout.deal import even_share
-from grupo.rollout.slots import AdvantageSettings
+from grupo.rollout.collector import RolloutCollector
+from grupo.rollout.groups import AdvantageSettings
+from grupo.rollout.schedule import even_share
 from grupo.sampling import SamplingSpec
+from grupo.types import Group, group_record
 
 FEW_PROMPTS = 20
 """Below so many prompts the intervals, which treat prompts as a large sample, are too narrow more often than they say

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from grupo.data.curriculum import is_success
 from grupo.data.prompts import plain_rows, row_numbers
-from grupo.rollout.deal import even_share
-from grupo.rollout.slots import AdvantageSettings
+from grupo.rollout.groups import AdvantageSettings
+from grupo.rollout.schedule import even_share
 
 if TYPE_CHECKING:
     from grupo.trainer import GRPOTrainer

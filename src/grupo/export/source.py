@@ -13,10 +13,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from grupo.errors import ConfigError, ExportError
-from grupo.names import BASE_QUANTIZATION
 from grupo.runs.checkpoint import MARKER, damage
 from grupo.runs.folder import read_json
-from grupo.runs.newest import ADAPTER_WEIGHTS, MODEL_FILES, MODEL_WEIGHTS, newest_model
+from grupo.runs.latest import ADAPTER_WEIGHTS, MODEL_FILES, MODEL_WEIGHTS, newest_model
+from grupo.utils.messages import BASE_QUANTIZATION
 
 ADAPTER_CONFIG = "adapter_config.json"
 

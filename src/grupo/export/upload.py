@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from grupo.errors import ConfigError, ExportError, first_line
 from grupo.export.source import ADAPTER_CONFIG
-from grupo.hub import answers
-from grupo.runs.card import card_from_files, for_hub, is_written
-from grupo.runs.curves import REWARD_CURVE, reward_drawing, training_log
 from grupo.runs.folder import read_json
+from grupo.runs.model_card import card_from_files, for_hub, is_written
+from grupo.runs.plots import REWARD_CURVE, reward_drawing, training_log
+from grupo.utils.hub import answers
 
 logger = logging.getLogger("grupo")
 

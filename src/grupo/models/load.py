@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from grupo.errors import ConfigError, UnsupportedError, first_line
-from grupo.hub import is_out_of_reach
-from grupo.models.quantized import check_quantized, number_of_weights
+from grupo.models.quantization import check_quantized, number_of_weights
+from grupo.utils.hub import is_out_of_reach
 
 logger = logging.getLogger("grupo")
 

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from grupo.models.recomputed import is_gated
+from grupo.models.activation_recompute import is_gated
 
 CPU_ACTIVATION_BYTES = 1280 << 20
 """Of one micro-batch on the CPU: more hardly makes it faster."""

@@ -15,30 +15,30 @@ from types import MappingProxyType, ModuleType, UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from grupo.errors import ConfigError, GrupoError
-from grupo.names import nearest
-from grupo.rewards.cheating import no_cheating
-from grupo.rewards.code import code_reward
-from grupo.rewards.format import tag_count, tag_format
-from grupo.rewards.gsm8k import (
+from grupo.rewards.code.reward import code_reward
+from grupo.rewards.code.static_checks import no_cheating
+from grupo.rewards.judge.reward import llm_judge
+from grupo.rewards.library.format import tag_count, tag_format
+from grupo.rewards.library.gsm8k import (
     gsm8k_correctness,
     gsm8k_integer,
     gsm8k_soft_format,
     gsm8k_strict_format,
     gsm8k_tag_count,
 )
-from grupo.rewards.judge import llm_judge
-from grupo.rewards.length import (
+from grupo.rewards.library.language import language_consistency, readability
+from grupo.rewards.library.length import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
     token_length,
 )
-from grupo.rewards.math import boxed_accuracy, math_accuracy, number_match
-from grupo.rewards.model import reward_model
-from grupo.rewards.numeric import banded_answer, number_present, number_score, proximity
-from grupo.rewards.prose import language_consistency, readability
-from grupo.rewards.puzzles import countdown, number_list, reasoning_gym
-from grupo.rewards.rubric import email_rubric, rubric
+from grupo.rewards.library.numeric import banded_answer, number_present, number_score, proximity
+from grupo.rewards.library.reward_model import reward_model
+from grupo.rewards.library.rubric import email_rubric, rubric
+from grupo.rewards.verifiers.math import boxed_accuracy, math_accuracy, number_match
+from grupo.rewards.verifiers.puzzles import countdown, number_list, reasoning_gym
+from grupo.utils.messages import nearest
 
 REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
     {

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from grupo.records import Completion, Prompt
 from grupo.sampling import SamplingSpec
+from grupo.types import Completion, Prompt
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from grupo.errors import DataError
-from grupo.names import counted
-from grupo.records import Completion, FinishReason, Prompt
 from grupo.rollout.engine import GenerationRequest
 from grupo.sampling import SamplingSpec
+from grupo.types import Completion, FinishReason, Prompt
+from grupo.utils.messages import counted
 
 Script = Callable[[Prompt, int], Sequence[int]]
 

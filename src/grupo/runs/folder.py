@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from grupo import __version__
+from grupo._version import __version__
 from grupo.errors import ConfigError, TrainingError
-from grupo.names import BASE_QUANTIZATION
-from grupo.records import Group, group_record
 from grupo.runs.checkpoint import UNFINISHED, numbers_of_checkpoints
+from grupo.types import Group, group_record
+from grupo.utils.messages import BASE_QUANTIZATION
 
 if TYPE_CHECKING:
     from torch import nn
