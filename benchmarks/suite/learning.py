@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grupo.data.loading import recipe_rows
 from transformers import PrinterCallback, TrainerCallback
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.cli.train import recipe_rewards
-from grupo.data.loading import recipe_rows
 from grupo.data.prompts import PromptTokenizer, tokenize_rows
 from grupo.evals.held_out import evaluate_held_out
 from grupo.models.load import stop_token_ids

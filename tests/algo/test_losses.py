@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grupo.algo import AGGREGATIONS, LOSSES, LossInputs, Objective, StepTotals
-
-from .cases import LEVELS, LOSS_TYPES, Case, Settings, assert_same, entropies, log_softmax, random_case, run_grupo
-from .reference import hand_gradient, loss_by_loops, reference
+from loss_cases import LEVELS, LOSS_TYPES, Case, Settings, assert_same, entropies, log_softmax, random_case, run_grupo
+from loss_reference import hand_gradient, loss_by_loops, reference
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
