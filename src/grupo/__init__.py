@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from grupo.sampling import SamplingSpec as SamplingSpec
     from grupo.sampling_params import SamplingParams as SamplingParams
     from grupo.sampling_params import vLLMSamplingParams as vLLMSamplingParams
+    from grupo.tasks.registry import make_task as make_task
     from grupo.trainer import GRPOTrainer as GRPOTrainer
+    from grupo.trainer.memory_estimate import memory_estimate as memory_estimate
+    from grupo.trainer.sft_trainer import sft_trainer as sft_trainer
     from grupo.unsloth import FastLanguageModel as FastLanguageModel
     from grupo.unsloth import FastModel as FastModel
     from grupo.unsloth import PatchFastRL as PatchFastRL
@@ -41,7 +44,10 @@ _HOMES = {
     "StepPlan": "grupo.config.batch_plan",
     "get_chat_template": "grupo.chat_templates",
     "is_bfloat16_supported": "grupo.unsloth",
+    "make_task": "grupo.tasks.registry",
+    "memory_estimate": "grupo.trainer.memory_estimate",
     "set_chat_template": "grupo.chat_templates",
+    "sft_trainer": "grupo.trainer.sft_trainer",
     "vLLMSamplingParams": "grupo.sampling_params",
 }
 
@@ -60,7 +66,10 @@ __all__ = [
     "__version__",
     "get_chat_template",
     "is_bfloat16_supported",
+    "make_task",
+    "memory_estimate",
     "set_chat_template",
+    "sft_trainer",
     "vLLMSamplingParams",
 ]
 

@@ -268,7 +268,7 @@ def environment() -> dict[str, str]:
 
 PARENT = """
 import os, sys, threading
-from grupo.rewards.workers import WorkerPool
+from grupo.utils.worker_pool import WorkerPool
 from worker_functions import write_and_hang
 pool = WorkerPool(write_and_hang, timeout=float(sys.argv[4]), workers=1)
 call = lambda: pool.map([(sys.argv[1], sys.argv[2])])

@@ -270,7 +270,7 @@ def test_everything_ends_with_the_training_process(within):
         f"within = Isolation({within.namespaces}, {within.other_user})\n"
         "run_python(sys.stdin.read(), Limits(seconds=20.0), within=within)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(sandbox.__file__).parents[4])}
     trainer = subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE)
     assert trainer.stdin is not None
     trainer.stdin.write(STRAGGLER.format(depth=0, mark=mark).encode())
