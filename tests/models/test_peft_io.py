@@ -21,7 +21,7 @@ from grupo.models.peft_setup import add_adapter, add_tokens
 from grupo.policy.reference import BaseModel, ReferencePolicy
 from grupo.recipes.build import fresh_adapter, with_start
 from grupo.recipes.schema import Recipe
-from grupo.runs.latest import newest_model
+from grupo.runs.latest import resolve_latest
 from grupo.types import Sample
 from harness import logs_of, make_trainer, snapshot, token_logprobs, train, unchanged
 from tiny import tiny_model, tiny_tokenizer
@@ -417,10 +417,10 @@ def test_a_run_that_went_on_behind_its_saved_model_is_taken_up_at_its_newest_che
     next_one = make(tmp_path / "next", str(run), tokenizer=None)
     torch.testing.assert_close(logits(next_one.model), logits(resumed.model))
     assert next_one.model_argument == str(newest)
-    assert f"{run}: the model in it is older (step 1); its newest checkpoint, checkpoint-2, is taken." in caplog.text
+    assert f"{run}: its saved model is older (step 1); using its latest checkpoint, checkpoint-2." in caplog.text
     assert with_start(Recipe(task="times-tables", model=str(run))).model == str(newest)
     resumed.save_model()
-    assert newest_model(str(run)) == str(run)
+    assert resolve_latest(str(run)) == str(run)
 
 
 def test_what_is_newest_in_a_run(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -429,20 +429,20 @@ def test_what_is_newest_in_a_run(base: Path, tmp_path: Path, caplog: pytest.LogC
     with pytest.raises(ConfigError, match="the folder of the adapter that training starts from"):
         make(run, str(run), tokenizer=None)
     edit(run / "manifest.json", model_step=None)
-    assert newest_model(str(run)) == str(run)
-    assert f"{run} has a model, nobody knows of which step, and checkpoint-2. The model is taken; name" in caplog.text
+    assert resolve_latest(str(run)) == str(run)
+    assert f"{run} has a model of an unknown step, and checkpoint-2. Using the model;" in caplog.text
     edit(run / "manifest.json", model_step=1)
     (newest / "optimizer.pt").unlink()
-    assert newest_model(str(run)) == str(newest), "its model is whole"
+    assert resolve_latest(str(run)) == str(newest), "its model is whole"
     (newest / "adapter_model.safetensors").write_bytes(b"cut")
-    assert newest_model(str(run)) == str(run)
-    assert "(step 1) is damaged (checkpoint-2: adapter_model.safetensors has 3 of" in caplog.text
+    assert resolve_latest(str(run)) == str(run)
+    assert "(step 1) are damaged (checkpoint-2: adapter_model.safetensors has 3 of" in caplog.text
     (run / "adapter_model.safetensors").unlink()
-    assert newest_model(str(run)) == str(run / "checkpoint-1")
+    assert resolve_latest(str(run)) == str(run / "checkpoint-1")
     (run / "checkpoint-1" / "adapter_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="no saved model and no checkpoint that is whole"):
+    with pytest.raises(ConfigError, match="no saved model and no intact checkpoint"):
         make(tmp_path / "next", str(run))
-    assert newest_model("org/name") == "org/name" and newest_model(str(base)) == str(base)
+    assert resolve_latest("org/name") == "org/name" and resolve_latest(str(base)) == str(base)
 
 
 def test_a_run_leaves_the_model_that_it_starts_from(base: Path, tmp_path: Path) -> None:
@@ -496,7 +496,7 @@ def test_a_model_of_what_was_cut_is_older_than_the_next_checkpoint(base: Path, t
     settings = {"peft_config": lora(), "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
     other = make(run, str(base), max_steps=2, **settings)
     other.train(resume_from_checkpoint=str(run / "checkpoint-1"), accept_changes=["steps", "lr_scheduler_type"])
-    assert newest_model(str(run)) == str(run / "checkpoint-2")
+    assert resolve_latest(str(run)) == str(run / "checkpoint-2")
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from grupo.errors import ConfigError, ExportError, UnsupportedError, first_line
 from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source
 from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
 from grupo.models.peft_io import find_adapter, fit_vocabulary, missing_weights
-from grupo.runs.folder import read_json
-from grupo.utils.hub import is_out_of_reach
+from grupo.utils.files import read_json
+from grupo.utils.hub import is_unreachable
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _config(name: str, *, trust_remote_code: bool, **where: Any) -> Any:
     Raises:
         ConfigError: there is none.
     """
-    if is_out_of_reach(name):
+    if is_unreachable(name):
         where["local_files_only"] = True
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)

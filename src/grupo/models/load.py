@@ -15,7 +15,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from grupo.errors import ConfigError, UnsupportedError, first_line
 from grupo.models.quantization import check_quantized, number_of_weights
-from grupo.utils.hub import is_out_of_reach
+from grupo.utils.hub import is_unreachable
 
 logger = logging.getLogger("grupo")
 
@@ -48,7 +48,7 @@ def load_policy(
     if quantization_config is not None:
         kwargs["quantization_config"] = quantization_config
     loader: Any = AutoModelForCausalLM
-    from_cache = is_out_of_reach(name_or_path)
+    from_cache = is_unreachable(name_or_path)
     if from_cache:
         kwargs["local_files_only"] = True
         # The look for an adapter has keywords of its own.
@@ -148,7 +148,7 @@ def load_tokenizer(
             "GRPOTrainer(..., processing_class=tokenizer)."
         )
     where = {key: value for key, value in (model_init_kwargs or {}).items() if key in WHERE and value is not None}
-    from_cache = is_out_of_reach(name)
+    from_cache = is_unreachable(name)
     if from_cache:
         where["local_files_only"] = True
     try:

@@ -22,7 +22,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from grupo.errors import ConfigError, GrupoError, UnsupportedError
 from grupo.models.load import PROMPT_LEARNING, WHERE, base_model, load_policy, prepared_for_adapter, quantization
-from grupo.utils.hub import is_out_of_reach
+from grupo.utils.hub import is_unreachable
 from grupo.utils.messages import BASE_QUANTIZATION
 
 logger = logging.getLogger("grupo")
@@ -79,7 +79,7 @@ class SavedAdapter:
 def find_adapter(name: str, model_init_kwargs: Mapping[str, Any] | None = None) -> SavedAdapter | None:
     """The adapter of this name; None where there is none, so that the name is that of a whole model, or of nothing."""
     where = {key: value for key, value in (model_init_kwargs or {}).items() if key in WHERE}
-    if is_out_of_reach(name):
+    if is_unreachable(name):
         where["local_files_only"] = True
     try:
         path = find_adapter_config_file(name, **where)

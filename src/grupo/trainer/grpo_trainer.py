@@ -65,8 +65,8 @@ from grupo.rollout.engine import Engine
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.schedule import deal, even_share
 from grupo.runs.completions_table import CompletionTable
-from grupo.runs.folder import RunFolder, check_can_be_written
-from grupo.runs.latest import newest_model
+from grupo.runs.folder import RunFolder, check_writable
+from grupo.runs.latest import resolve_latest
 from grupo.trainer.checkpointing import ResumableTrainer
 from grupo.trainer.health import GradientGuard, SamplerCheck, SignalCheck
 from grupo.trainer.rollout_window import Window
@@ -156,7 +156,7 @@ class GRPOTrainer(ResumableTrainer):
         if args is None:
             name = model if isinstance(model, str) else name_of(model)
             args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
-        model = newest_model(model) if isinstance(model, str) else model
+        model = resolve_latest(model) if isinstance(model, str) else model
         if not isinstance(args, GRPOConfig):
             raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
         self.config = args
@@ -167,7 +167,7 @@ class GRPOTrainer(ResumableTrainer):
                 raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
             logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
             processing_class = tokenizer
-        check_can_be_written(Path(str(args.output_dir)))
+        check_writable(Path(str(args.output_dir)))
         self.rewards = reward_runner(reward_funcs, args, reward_processing_classes)
         train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
         # What can be refused without the model is refused before it is loaded.

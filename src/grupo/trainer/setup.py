@@ -30,8 +30,8 @@ from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_confi
 from grupo.rewards.execution.runner import RewardFunctions, RewardRunner
 from grupo.rewards.library.reward_model import with_reward_models
 from grupo.rollout.groups import AdvantageSettings, Refill
-from grupo.runs.folder import read_json
-from grupo.runs.resume_check import FREE, WATCHED
+from grupo.runs.resume_check import IGNORED, METRIC_DRIVEN
+from grupo.utils.files import read_json
 from grupo.utils.messages import counted, nearest
 
 logger = logging.getLogger("grupo")
@@ -328,7 +328,7 @@ def entropy_controller(config: GRPOConfig) -> EntropyController | None:
 
 def compared_settings(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
     """Name -> plain value of the settings that a resumed run shares with the one that was interrupted."""
-    fields = (field.name for field in dataclasses.fields(config) if field.name not in FREE)
+    fields = (field.name for field in dataclasses.fields(config) if field.name not in IGNORED)
     sampling = config.sampling_spec()
     settings = {
         **{name: _plain(getattr(config, name)) for name in fields},
@@ -341,7 +341,7 @@ def compared_settings(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
         "steps_per_generation": plan.steps_per_generation,
     }
     if settings["lr_scheduler_type"] in WATCHING_SCHEDULES:
-        settings |= {name: _plain(getattr(config, name)) for name in WATCHED}
+        settings |= {name: _plain(getattr(config, name)) for name in METRIC_DRIVEN}
     is_steady = settings["lr_scheduler_type"] in STEADY_SCHEDULES and not 0 < config.warmup_steps < 1
     return settings if is_steady else {**settings, "steps": plan.total_steps(config.num_train_epochs, config.max_steps)}
 

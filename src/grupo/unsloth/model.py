@@ -28,7 +28,7 @@ from grupo.models.load_options import Asked, ask, asked_of
 from grupo.models.peft_io import find_adapter, load_named
 from grupo.models.peft_setup import add_adapter, lora_config
 from grupo.models.quantization import quantization_config, spare_evaluation_mode
-from grupo.runs.latest import newest_model
+from grupo.runs.latest import resolve_latest
 from grupo.unsloth import arguments, generation, saving
 from grupo.utils.messages import counted
 
@@ -94,7 +94,7 @@ class FastLanguageModel:
         """
         if not isinstance(model_name, str | os.PathLike):
             raise ConfigError(f"model_name={model_name!r}: use the name of a model on the Hub, or a folder.")
-        model_name = newest_model(os.fspath(model_name))
+        model_name = resolve_latest(os.fspath(model_name))
         passed_on = arguments.settle(
             "from_pretrained",
             more,

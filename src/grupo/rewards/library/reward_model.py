@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.utils.hub import is_out_of_reach
+from grupo.utils.hub import is_unreachable
 
 logger = logging.getLogger("grupo")
 
@@ -248,7 +248,7 @@ def _load(name: str, *, trust_remote_code: bool) -> Any:
             num_labels=1,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            local_files_only=is_out_of_reach(name),
+            local_files_only=is_unreachable(name),
         )
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a head with another number of labels
         raise ConfigError(
@@ -271,7 +271,7 @@ def _load_tokenizer(model: Any, *, trust_remote_code: bool) -> Any:
     name = getattr(model.config, "_name_or_path", "")
     try:
         return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, local_files_only=is_out_of_reach(name)
+            name, trust_remote_code=trust_remote_code, local_files_only=is_unreachable(name)
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
