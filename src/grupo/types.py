@@ -157,7 +157,7 @@ class GroupSpan:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Attention structure of a packed row: a completion attends to its prompt and itself, never to another completion."""
+    """Attention structure of a packed row: a completion attends to its prompt and itself, not to other completions."""
 
     groups: tuple[GroupSpan, ...]
     """Groups in row order, without gaps."""
@@ -169,8 +169,8 @@ class PackedLayout:
 class MicroBatch:
     """Completions that share one forward pass. B completions, T = longest completion, N completion tokens.
 
-    Padded: R = B rows of prompt and completion without a gap, padded on the right, where a causal model does not see the
-    padding. Packed: R = 1 row with a `layout`, in which the completions of a prompt share its tokens.
+    Padded: R = B rows of prompt and completion without a gap, padded on the right, where a causal model does not see
+    the padding. Packed: R = 1 row with a `layout`, in which the completions of a prompt share its tokens.
     """
 
     input_ids: torch.Tensor

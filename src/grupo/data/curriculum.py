@@ -109,8 +109,8 @@ class Curriculum:
                 break
         raise DataError(
             f"The first level of the curriculum ({self.column}={first:g}) has {pluralize(size, 'prompt')}, and a "
-            f"rollout window needs {prompts_per_window}. The levels up to {self.column}={last:g} have {together} together: "
-            "give them one value, for example by rounding the column, or make the rollout smaller."
+            f"rollout window needs {prompts_per_window}. The levels up to {self.column}={last:g} have {together} "
+            "together: give them one value, for example by rounding the column, or make the rollout smaller."
         )
 
 

@@ -157,8 +157,8 @@ def load_tokenizer(
         if from_cache:
             raise ConfigError(_not_in_cache("tokenizer", name)) from error
         raise ConfigError(
-            f"The tokenizer of {name!r} cannot be loaded: {summarize_error(error)} Save the tokenizer beside the model, "
-            "or pass it: GRPOTrainer(..., processing_class=tokenizer)."
+            f"The tokenizer of {name!r} cannot be loaded: {summarize_error(error)} Save the tokenizer beside the "
+            "model, or pass it: GRPOTrainer(..., processing_class=tokenizer)."
         ) from error
 
 

@@ -177,8 +177,8 @@ def _own_function(name: str) -> Callable[..., Any]:
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(
-            f"Reward '{name}': '{source}' has no function '{attribute}'.{did_you_mean(attribute, public)} Its functions "
-            f"are {', '.join(public) or 'none'}."
+            f"Reward '{name}': '{source}' has no function '{attribute}'.{did_you_mean(attribute, public)} Its "
+            f"functions are {', '.join(public) or 'none'}."
         )
     return cast("Callable[..., Any]", function)
 
