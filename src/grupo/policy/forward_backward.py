@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from grupo.algo.entropy import entropy_threshold
 from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
 from grupo.errors import TrainingError
-from grupo.metrics import AllGather, MetricSums
+from grupo.metrics import AllGather, MetricAccumulator
 from grupo.models.activation_recompute import cheap_activations_recomputed
 from grupo.models.inplace_lora import lora_added_in_place
 from grupo.models.memory import (
@@ -32,7 +32,7 @@ from grupo.models.memory import (
 from grupo.policy.batching import collate, micro_batches
 from grupo.policy.logprob_model import LogprobModel, TokenLogprobs, disable_dropout
 from grupo.policy.reference import Reference
-from grupo.types import MicroBatch, Sample
+from grupo.types import MicroBatch, TrainingSample
 
 logger = logging.getLogger("grupo")
 
@@ -58,7 +58,7 @@ class StepResult:
 
     loss: Tensor
     """Scalar; its mean over ranks is the loss of the step."""
-    metrics: MetricSums
+    metrics: MetricAccumulator
     """Of this rank only."""
     totals: StepTotals
     entropy_sum: float
@@ -103,7 +103,7 @@ class ForwardBackward:
     kl_on_dead_groups: bool = True
     has_entropy_bonus: bool = False
 
-    def __call__(self, model: nn.Module, samples: Sequence[Sample], *, entropy_coef: float = 0.0) -> StepResult:
+    def __call__(self, model: nn.Module, samples: Sequence[TrainingSample], *, entropy_coef: float = 0.0) -> StepResult:
         """Leaves the step's gradients in the parameters of `model`, the module that the training step was given."""
         started = time.perf_counter()
         self._prepare(model)
@@ -134,7 +134,7 @@ class ForwardBackward:
         ):
             yield
 
-    def _halve_token_budget(self, samples: Sequence[Sample], error: Exception) -> None:
+    def _halve_token_budget(self, samples: Sequence[TrainingSample], error: Exception) -> None:
         """Half of what the largest micro-batch had.
 
         Raises:
@@ -157,8 +157,8 @@ class ForwardBackward:
         if self.on_token_budget is not None:
             self.on_token_budget(self.token_budget)
 
-    def _step(self, model: nn.Module, samples: Sequence[Sample], entropy_coef: float) -> StepResult:
-        metrics = MetricSums()
+    def _step(self, model: nn.Module, samples: Sequence[TrainingSample], entropy_coef: float) -> StepResult:
+        metrics = MetricAccumulator()
         threshold, entropy_tokens = self._entropy_threshold(model, samples)
         totals = self._totals(samples, entropy_tokens)
         working = [sample for sample in samples if self._has_gradient(sample)]
@@ -194,8 +194,8 @@ class ForwardBackward:
         return StepResult(loss, metrics, totals, entropy_sum, computed_tokens)
 
     def add_fixed_logprobs(
-        self, model: nn.Module, samples: Sequence[Sample], *, with_old: bool, reference: Reference | None
-    ) -> list[Sample]:
+        self, model: nn.Module, samples: Sequence[TrainingSample], *, with_old: bool, reference: Reference | None
+    ) -> list[TrainingSample]:
         """The samples with the log-probs that stay fixed while their window is trained on.
 
         Rows without loss are not scored. They get the engine's log-probs, or zeros: nothing reads them, but a
@@ -232,7 +232,7 @@ class ForwardBackward:
 
     @torch.no_grad()
     def _logprob_rows(
-        self, model: nn.Module, samples: Sequence[Sample], counted: Sequence[int]
+        self, model: nn.Module, samples: Sequence[TrainingSample], counted: Sequence[int]
     ) -> dict[int, tuple[float, ...]]:
         """Log-probs of the samples at `counted`."""
         index_of = {id(samples[index]): index for index in counted}
@@ -246,7 +246,9 @@ class ForwardBackward:
                     results[index_of[id(sample)]] = tuple(values[: len(sample.completion_ids)])
         return results
 
-    def _synced_micro_batches(self, samples: Sequence[Sample], filler: Sample) -> Iterator[tuple[list[Sample], bool]]:
+    def _synced_micro_batches(
+        self, samples: Sequence[TrainingSample], filler: TrainingSample
+    ) -> Iterator[tuple[list[TrainingSample], bool]]:
         """Micro-batches, and whether they are this rank's own: every rank makes the same number of passes, or those
         with more would hang, waiting for the others."""
         batches = list(self._micro_batches(samples))
@@ -275,14 +277,14 @@ class ForwardBackward:
                 behavior_logprobs=batch.behavior_logprobs,
                 entropy=scores.entropy,
                 entropy_threshold=threshold,
-                kl_rows=None if self.kl_on_dead_groups else batch.live_groups,
+                kl_rows=None if self.kl_on_dead_groups else batch.has_signal,
             ),
             totals,
             entropy_coef=entropy_coef,
         )
         return scores, output
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
         return micro_batches(
             samples,
             self.micro_batch_size,
@@ -291,7 +293,7 @@ class ForwardBackward:
             packed=bool(self.logprob_model.use_prompt_sharing),
         )
 
-    def _collate(self, rows: Sequence[Sample]) -> MicroBatch:
+    def _collate(self, rows: Sequence[TrainingSample]) -> MicroBatch:
         return collate(
             rows,
             packed=bool(self.logprob_model.use_prompt_sharing),
@@ -301,7 +303,7 @@ class ForwardBackward:
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
 
-    def _count_skipped(self, metrics: MetricSums, skipped: Sequence[Sample]) -> None:
+    def _count_skipped(self, metrics: MetricAccumulator, skipped: Sequence[TrainingSample]) -> None:
         """Rows that were not computed still count: in the entropy by the engine's value, in the clip shares as not
         clipped, which a row without advantage never is."""
         counted = [sample for sample in skipped if sample.has_loss]
@@ -312,14 +314,14 @@ class ForwardBackward:
             mask = collate(counted, pad_token_id=self.pad_token_id, device=torch.device("cpu")).loss_mask
             _add_loss_metrics(metrics, *self.objective.clip_metrics_without_advantage(mask))
 
-    def _has_gradient(self, sample: Sample) -> bool:
+    def _has_gradient(self, sample: TrainingSample) -> bool:
         """Whether any term of the loss has a coefficient other than zero on this row."""
         if not sample.has_loss:
             return False
-        has_kl = self.objective.beta != 0.0 and (self.kl_on_dead_groups or sample.group_is_live)
+        has_kl = self.objective.beta != 0.0 and (self.kl_on_dead_groups or sample.group_has_signal)
         return sample.advantage != 0.0 or has_kl or self.has_entropy_bonus
 
-    def _totals(self, samples: Sequence[Sample], entropy_tokens: int | None) -> StepTotals:
+    def _totals(self, samples: Sequence[TrainingSample], entropy_tokens: int | None) -> StepTotals:
         """Denominators of the step over all ranks. Rows without loss are in none of them."""
         counted = [sample for sample in samples if sample.has_loss]
         own = (sum(len(sample.completion_ids) for sample in counted), len(counted))
@@ -327,7 +329,9 @@ class ForwardBackward:
         return StepTotals(tokens, rows, entropy_tokens=tokens if entropy_tokens is None else entropy_tokens)
 
     @torch.no_grad()
-    def _entropy_threshold(self, model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor | None, int | None]:
+    def _entropy_threshold(
+        self, model: nn.Module, samples: Sequence[TrainingSample]
+    ) -> tuple[Tensor | None, int | None]:
         """The entropy that the top share of the step's tokens reaches, and how many reach it, over all ranks.
 
         Needs a pass of its own: no threshold of one micro-batch would be that of the step.
@@ -356,7 +360,7 @@ def _entropy_above(scores: TokenLogprobs, batch: MicroBatch, threshold: Tensor |
 
 
 def _add_loss_metrics(
-    metrics: MetricSums, sums: Mapping[str, tuple[Tensor, Tensor]], extremes: Mapping[str, Tensor]
+    metrics: MetricAccumulator, sums: Mapping[str, tuple[Tensor, Tensor]], extremes: Mapping[str, Tensor]
 ) -> None:
     for name, (numerator, denominator) in sums.items():
         metrics.add_sum(name, float(numerator), float(denominator))
@@ -366,7 +370,7 @@ def _add_loss_metrics(
             (metrics.add_max if name.endswith("max") else metrics.add_min)(name, number)
 
 
-def _add_gap(metrics: MetricSums, batch: MicroBatch, logprobs: Tensor) -> None:
+def _add_gap(metrics: MetricAccumulator, batch: MicroBatch, logprobs: Tensor) -> None:
     """How far the engine's log-probs are from ours, on the policy that sampled; only there are both known."""
     if batch.behavior_logprobs is None:
         return
@@ -375,11 +379,11 @@ def _add_gap(metrics: MetricSums, batch: MicroBatch, logprobs: Tensor) -> None:
     metrics.add_sum("sampling/logprob_gap", float(gap.sum()), float(gap.numel()))
 
 
-def _placeholder_logprobs(sample: Sample) -> tuple[float, ...]:
+def _placeholder_logprobs(sample: TrainingSample) -> tuple[float, ...]:
     return sample.behavior_logprobs or (0.0,) * len(sample.completion_ids)
 
 
-def _without_loss(sample: Sample) -> Sample:
+def _without_loss(sample: TrainingSample) -> TrainingSample:
     return dataclasses.replace(sample, has_loss=False)
 
 
