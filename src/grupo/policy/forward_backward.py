@@ -21,18 +21,15 @@ from grupo.algo.entropy import entropy_threshold
 from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
 from grupo.errors import TrainingError
 from grupo.metrics import AllGather, MetricSums
+from grupo.models.activation_offload import offload_activations
 from grupo.models.activation_recompute import cheap_activations_recomputed
 from grupo.models.inplace_lora import lora_added_in_place
-from grupo.models.memory import (
-    activations_in_host_memory,
-    give_back_memory,
-    is_out_of_memory,
-    memory_given_back_between_layers,
-)
+from grupo.models.memory import is_out_of_memory, trim_between_layers
 from grupo.policy.batching import collate, micro_batches
 from grupo.policy.logprob_model import Scorer, Scores, dropout_off
 from grupo.policy.reference import Reference
 from grupo.types import MicroBatch, Sample
+from grupo.utils.malloc import trim_host_memory
 
 logger = logging.getLogger("grupo")
 
@@ -129,7 +126,7 @@ class PolicyUpdate:
         with (
             self.scorer.attention(),
             lora_added_in_place(self.scorer.base),
-            memory_given_back_between_layers(decoder, device),
+            trim_between_layers(decoder, device),
             cheap_activations_recomputed(recomputing),
         ):
             yield
@@ -177,7 +174,7 @@ class PolicyUpdate:
                 # Gradients are averaged over ranks; the loss is a sum over them.
                 share = output.loss * self.ranks.num_processes
                 self.ranks.backward(share)
-            give_back_memory(self.ranks.device)
+            trim_host_memory(self.ranks.device.type)
             loss += share.detach()
             _add_loss_metrics(metrics, output.sums, output.extremes)
             _add_gap(metrics, batch, scores.logprobs.detach())
@@ -260,7 +257,7 @@ class PolicyUpdate:
         threshold: Tensor | None,
         entropy_coef: float,
     ) -> tuple[Scores, LossOutput]:
-        offload = activations_in_host_memory(model) if self.offload_activations else contextlib.nullcontext()
+        offload = offload_activations(model) if self.offload_activations else contextlib.nullcontext()
         with self.autocast(), offload:
             scores = self.scorer.score(model, batch, with_entropy=True)
         output = self.objective(
