@@ -28,7 +28,7 @@ from grupo.policy.logprob_model import Scorer
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 
 # Largest relative error of gradients, and mean gap of engine and scored log-probs in nats.
 TOLERANCES = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (5e-2, 5e-2)}
@@ -74,7 +74,7 @@ def check_engine(model: LlamaForCausalLM, tokens: int) -> float:
     engine = LocalEngine(model, decode=lambda ids: "", stop_token_ids=[1])
     seeds = tuple(completion_seed(0, "check", 0, place) for place in range(8))
     (group,) = engine.generate([GenerationRequest(prompt, seeds)], SamplingSpec(max_new_tokens=tokens))
-    samples = [Sample(prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs) for c in group]
+    samples = [TrainingSample(prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs) for c in group]
     batch = collate(samples, pad_token_id=2, device=next(model.parameters()).device)
     with torch.no_grad():
         scored = Scorer(model).score(model, batch).logprobs
@@ -85,7 +85,7 @@ def check_engine(model: LlamaForCausalLM, tokens: int) -> float:
 def check_sharing(model: LlamaForCausalLM) -> float:
     """Largest relative error of the gradient of packed rows against padded ones, over uneven completions."""
     prompt = tuple(range(10, 74))
-    samples = [Sample(prompt, tuple(range(100, 120 + 9 * place)), 1.0, True, True, None) for place in range(4)]
+    samples = [TrainingSample(prompt, tuple(range(100, 120 + 9 * place)), 1.0, True, True, None) for place in range(4)]
     scorer, device = Scorer(model), next(model.parameters()).device
     scorer.prepare(model, device)
     assert scorer.shares_prompts, "packed rows are not used with this model"

@@ -23,7 +23,7 @@ from grupo.rollout.local import engine as local
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.local.inference_copy import decoding_copy
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 from suite import floors
 from suite.measure import MIB, MemoryAbove, interleaved, medians
 from suite.models import load, lora
@@ -174,7 +174,7 @@ def measure_generation(*, folder: str, lengths: str, tokens: int, repeats: int, 
 # ---- scoring ---------------------------------------------------------------------------------------------------------
 
 
-def group_of(prompt_tokens: int, completion_tokens: int, group_size: int, vocabulary_size: int) -> list[Sample]:
+def group_of(prompt_tokens: int, completion_tokens: int, group_size: int, vocabulary_size: int) -> list[TrainingSample]:
     """One group of random tokens with advantages that sum to zero."""
     chance = random.Random(0)
 
@@ -183,17 +183,17 @@ def group_of(prompt_tokens: int, completion_tokens: int, group_size: int, vocabu
 
     prompt = ids(prompt_tokens)
     return [
-        Sample(prompt, ids(completion_tokens), 1.0 if place % 2 else -1.0, True, True, None)
+        TrainingSample(prompt, ids(completion_tokens), 1.0 if place % 2 else -1.0, True, True, None)
         for place in range(group_size)
     ]
 
 
-def _backward(logprobs: Tensor, samples: Sequence[Sample]) -> None:
+def _backward(logprobs: Tensor, samples: Sequence[TrainingSample]) -> None:
     advantages = torch.tensor([sample.advantage for sample in samples])
     (-(logprobs * advantages[:, None]).sum() / logprobs.numel()).backward()
 
 
-def score_plain(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
+def score_plain(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """Our own plain path: every row with its own copy of the prompt, log-probs from hidden states in chunks."""
     scorer = Scorer(model, share_prompts=False)
     batch = collate(samples, pad_token_id=0, device=CPU)
@@ -205,7 +205,7 @@ def score_plain(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], Non
     return run
 
 
-def score_shared(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
+def score_shared(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """Our path with the prompt computed once."""
     scorer = Scorer(model)
     scorer.prepare(model, CPU)
@@ -221,7 +221,7 @@ def score_shared(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], No
     return run
 
 
-def score_full_logits(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
+def score_full_logits(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """The textbook way: logits of all completion positions at once."""
     batch = collate(samples, pad_token_id=0, device=CPU)
     keep = batch.completion_ids.shape[1] + 1

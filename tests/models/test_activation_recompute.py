@@ -17,7 +17,7 @@ from families import FAMILIES, family_model
 from grupo.models.activation_recompute import _Recipes, cheap_activations_recomputed
 from grupo.policy.batching import collate
 from grupo.policy.logprob_model import Scorer
-from grupo.types import Sample
+from grupo.types import TrainingSample
 from tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def samples():
         return tuple(torch.randint(3, 128, (length,), generator=generator).tolist())
 
     return [
-        Sample(prompt, ids(length), 1.0, True, True, None)
+        TrainingSample(prompt, ids(length), 1.0, True, True, None)
         for prompt_length, lengths in UNEVEN
         for prompt in [ids(prompt_length)]
         for length in lengths

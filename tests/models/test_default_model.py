@@ -15,7 +15,7 @@ from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
 from grupo.tasks.registry import make_task
-from grupo.types import Sample
+from grupo.types import TrainingSample
 
 pytestmark = pytest.mark.model
 
@@ -28,8 +28,8 @@ def test_sampled_logprobs_are_the_scored_ones_alone_and_beside_a_long_row():
     engine = LocalEngine(model, decode=tokenizer.decode, stop_token_ids=stop_token_ids(tokenizer, model))
     ((completion,),) = engine.generate([GenerationRequest(row.draw(0), (1,))], SamplingSpec(max_new_tokens=12))
 
-    short = Sample(row.token_ids, completion.token_ids, 1.0, True, True, completion.behavior_logprobs)
-    long = Sample(tuple(range(100, 300)), tuple(range(300, 340)), 1.0, True, True, None)
+    short = TrainingSample(row.token_ids, completion.token_ids, 1.0, True, True, completion.behavior_logprobs)
+    long = TrainingSample(tuple(range(100, 300)), tuple(range(300, 340)), 1.0, True, True, None)
     scorer = Scorer(model)
     alone, beside = (
         scorer.score(model, collate(rows, pad_token_id=2, device=torch.device("cpu"))).logprobs[0, :12]

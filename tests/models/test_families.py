@@ -17,7 +17,7 @@ from grupo.policy.logprob_model import Scorer
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 from harness import (
     TOK,
     fed_in,
@@ -112,7 +112,7 @@ def test_cached_decoding(name, dtype):
     assert len(lengths) > 3 and max(lengths) > WINDOW, "rows leave one after the other"
 
     samples = [
-        Sample(prompt.token_ids, completion.token_ids, 1.0, True, True, completion.behavior_logprobs)
+        TrainingSample(prompt.token_ids, completion.token_ids, 1.0, True, True, completion.behavior_logprobs)
         for prompt, group in zip(prompts, groups, strict=True)
         for completion in group
     ]

@@ -22,7 +22,7 @@ from grupo.policy.reference import BaseModel, ReferencePolicy
 from grupo.recipes.build import fresh_adapter, with_start
 from grupo.recipes.schema import Recipe
 from grupo.runs.latest import newest_model
-from grupo.types import Sample
+from grupo.types import TrainingSample
 from harness import logs_of, make_trainer, snapshot, token_logprobs, train, unchanged
 from tiny import tiny_model, tiny_tokenizer
 
@@ -293,7 +293,7 @@ def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: 
 def test_the_reference_of_a_trained_adapter(which: str, base: Path, adapter: Path, tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", adapter, beta=0.1, reference_policy=which, max_steps=3)
     start = logits(trainer.model)
-    sample = Sample((5, 6, 7), (8, 9, 10), 1.0, True, True, None)
+    sample = TrainingSample((5, 6, 7), (8, 9, 10), 1.0, True, True, None)
     expected = {
         "start": AutoPeftModelForCausalLM.from_pretrained(adapter),
         "base": AutoModelForCausalLM.from_pretrained(base),

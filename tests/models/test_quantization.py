@@ -31,7 +31,7 @@ from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.local.inference_copy import decoding_copy
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 from tiny import tiny_model, tiny_tokenizer
 from tiny_trainer import PROMPTS, make_trainer
 
@@ -92,7 +92,7 @@ def requests(seeds=3):
 def gap(model, groups, asked):
     """Largest difference of the sampler's log-probs and scored ones, packed as in training."""
     samples = [
-        Sample(request.prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs)
+        TrainingSample(request.prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs)
         for request, group in zip(asked, groups, strict=True)
         for c in group
     ]

@@ -27,7 +27,7 @@ from grupo.models import shared_prompt_attention as attention
 from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD, packed_attention
 from grupo.policy.batching import collate, micro_batches
 from grupo.policy.logprob_model import Scorer
-from grupo.types import Sample
+from grupo.types import TrainingSample
 from harness import recorded_batches, relative_error
 from tiny import with_exact_norms
 from tiny_trainer import Spy, distance, gradients, make_trainer, run
@@ -47,7 +47,7 @@ groups = st.lists(
 seeds = st.integers(0, 10_000)
 
 
-def samples_of(shape: Sequence[tuple[int, Sequence[int]]], seed: int) -> list[Sample]:
+def samples_of(shape: Sequence[tuple[int, Sequence[int]]], seed: int) -> list[TrainingSample]:
     """Completions of all groups, shuffled, as ranks and passes deal them."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -57,7 +57,7 @@ def samples_of(shape: Sequence[tuple[int, Sequence[int]]], seed: int) -> list[Sa
     samples = []
     for prompt_length, lengths in shape:
         prompt = ids(prompt_length)
-        samples += [Sample(prompt, ids(length), 1.0, True, True, None) for length in lengths]
+        samples += [TrainingSample(prompt, ids(length), 1.0, True, True, None) for length in lengths]
     return [samples[place] for place in torch.randperm(len(samples), generator=generator)]
 
 
@@ -243,11 +243,11 @@ def test_blocks_of_queries_change_nothing(shape, seed, block, family):
 
 
 def test_two_draws_of_one_row_share_it_too():
-    samples = [Sample((5, 6, 7), (8 + place, 9), 1.0, True, True, None) for place in range(4)]
+    samples = [TrainingSample((5, 6, 7), (8 + place, 9), 1.0, True, True, None) for place in range(4)]
     batch = collate(samples, pad_token_id=2, device=CPU, packed=True)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 9, 9, 10, 9, 11, 9]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 3, 4, 3, 4]]
-    assert batch.predictors.tolist() == [2, 3, 2, 5, 2, 7, 2, 9]
+    assert batch.logit_indices.tolist() == [2, 3, 2, 5, 2, 7, 2, 9]
     assert batch.num_tokens == 11
 
 
@@ -472,12 +472,12 @@ def test_the_layout_keyword_is_one_that_no_model_has():
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-def tokens_of(rows: Sequence[Sample], packed: bool) -> int:
+def tokens_of(rows: Sequence[TrainingSample], packed: bool) -> int:
     batch = collate(rows, pad_token_id=2, device=CPU, packed=packed)
     return batch.input_ids.numel()
 
 
-def fewest_parts(group: Sequence[Sample], rows: int, budget: int | None) -> int:
+def fewest_parts(group: Sequence[TrainingSample], rows: int, budget: int | None) -> int:
     """Filled one after the other, the longest completions first."""
     prompt, parts, count, tokens = len(group[0].prompt_ids), 0, 0, 0
     for length in sorted((len(sample.completion_ids) for sample in group), reverse=True):

@@ -11,14 +11,14 @@ from peft import LoraConfig, get_peft_model
 
 from grupo.policy.batching import collate, micro_batches
 from grupo.policy.logprob_model import Scorer, dropout_off
-from grupo.types import Sample
+from grupo.types import TrainingSample
 from tiny import tiny_model
 
 CPU = torch.device("cpu")
 
 
 def sample(prompt, completion, advantage=1.0, **more):
-    return Sample(tuple(prompt), tuple(completion), advantage, True, True, None, **more)
+    return TrainingSample(tuple(prompt), tuple(completion), advantage, True, True, None, **more)
 
 
 def random_samples(count=6, seed=0, longest=20):

@@ -26,7 +26,7 @@ from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs
 from grupo.policy.forward_backward import PolicyUpdate
 from grupo.policy.logprob_model import Scorer
-from grupo.types import Sample
+from grupo.types import TrainingSample
 from tiny import tiny_model
 from tiny_trainer import EOS, PROMPTS, TOKENIZER, Spy, Step, distance, gradients, make_trainer, run, weights
 
@@ -210,7 +210,7 @@ def test_tokens_at_the_entropy_threshold_do_not_depend_on_the_cut(tmp_path: Path
             assert distance(step.gradients, whole.gradients) < 1e-5, f"rank {rank} of {tokens}"
 
 
-def step_of(trainer: GRPOTrainer, samples: list[Sample], *, rows_per_batch: int | None = None) -> Step:
+def step_of(trainer: GRPOTrainer, samples: list[TrainingSample], *, rows_per_batch: int | None = None) -> Step:
     """One more gradient of the model as it is now, on given samples; nothing is updated."""
     update = trainer.policy_update.update
     update.rows_per_batch = rows_per_batch or update.rows_per_batch
@@ -321,11 +321,11 @@ class OtherCut(Spy):
         super().__init__(trainer)
         self.scoring, self.updating = scoring, updating
 
-    def score_window(self, *arguments: Any, **keywords: Any) -> list[Sample]:
+    def score_window(self, *arguments: Any, **keywords: Any) -> list[TrainingSample]:
         self.update.rows_per_batch = self.scoring
         return self.update.score_window(*arguments, **keywords)
 
-    def __call__(self, model: torch.nn.Module, samples: list[Sample], *, entropy_coef: float = 0.0) -> Any:
+    def __call__(self, model: torch.nn.Module, samples: list[TrainingSample], *, entropy_coef: float = 0.0) -> Any:
         self.update.rows_per_batch = self.updating
         return super().__call__(model, samples, entropy_coef=entropy_coef)
 
@@ -416,7 +416,7 @@ def test_a_positive_advantage_raises_and_a_negative_one_lowers_the_log_prob(tmp_
     )
     spy = Spy(trainer)
 
-    def logprobs(samples: list[Sample]) -> list[float]:
+    def logprobs(samples: list[TrainingSample]) -> list[float]:
         batch = collate(samples, pad_token_id=2, device=torch.device("cpu"))
         with torch.no_grad():
             return Scorer(trainer.model).score(trainer.model, batch).logprobs.sum(1).tolist()

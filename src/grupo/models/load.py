@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from grupo.errors import ConfigError, first_line
+from grupo.errors import ConfigError, summarize_error
 from grupo.models.inspect import base_model, name_of
 from grupo.utils.hub import is_out_of_reach
 
@@ -61,7 +61,7 @@ def load_policy(
         if from_cache:
             raise ConfigError(_not_in_cache("model", name_or_path)) from error
         raise ConfigError(
-            f"The model {name_or_path!r} cannot be loaded: {first_line(error)} Set `model` to a causal language "
+            f"The model {name_or_path!r} cannot be loaded: {summarize_error(error)} Set `model` to a causal language "
             "model: a folder with a config.json and weights, or a name on the Hub."
         ) from error
     _check_head(model, name_or_path, report["missing_keys"])
@@ -136,8 +136,8 @@ def load_tokenizer(
         if from_cache:
             raise ConfigError(_not_in_cache("tokenizer", name)) from error
         raise ConfigError(
-            f"The tokenizer of {name!r} cannot be loaded: {first_line(error)} Save the tokenizer beside the model, or "
-            "pass it: GRPOTrainer(..., processing_class=tokenizer)."
+            f"The tokenizer of {name!r} cannot be loaded: {summarize_error(error)} Save the tokenizer beside the "
+            "model, or pass it: GRPOTrainer(..., processing_class=tokenizer)."
         ) from error
 
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grupo.types import GroupSpan, MicroBatch, PackedLayout, Sample
+from grupo.types import GroupSpan, MicroBatch, PackedLayout, TrainingSample
 
 
 def micro_batches(
-    samples: Sequence[Sample],
+    samples: Sequence[TrainingSample],
     rows_per_batch: int,
     *,
     row_tokens: int | None = None,
     token_budget: int | None = None,
     packed: bool = False,
-) -> Iterator[list[Sample]]:
+) -> Iterator[list[TrainingSample]]:
     """Cuts samples into micro-batches. Losses do not depend on the order or on the cuts.
 
     Args:
@@ -49,14 +49,16 @@ def micro_batches(
         start = stop
 
 
-def _packed_batches(samples: Sequence[Sample], rows: int, token_budget: int | None) -> Iterator[list[Sample]]:
+def _packed_batches(
+    samples: Sequence[TrainingSample], rows: int, token_budget: int | None
+) -> Iterator[list[TrainingSample]]:
     budget = token_budget or sum(map(_row_length, samples))
     pieces = [
         piece
         for members in _by_prompt(samples)
         for piece in _pieces(sorted(members, key=_completion_length, reverse=True), rows, budget)
     ]
-    batch: list[Sample] = []
+    batch: list[TrainingSample] = []
     used = 0
     for piece in sorted(pieces, key=lambda piece: _completion_length(piece[0]), reverse=True):
         tokens = len(piece[0].prompt_ids) + sum(map(_completion_length, piece))
@@ -68,7 +70,7 @@ def _packed_batches(samples: Sequence[Sample], rows: int, token_budget: int | No
         yield [sample for members in _by_prompt(batch) for sample in members]
 
 
-def _pieces(group: Sequence[Sample], rows: int, budget: int) -> list[list[Sample]]:
+def _pieces(group: Sequence[TrainingSample], rows: int, budget: int) -> list[list[TrainingSample]]:
     """Completions of one prompt, longest first, in as few pieces as fit; about as many tokens in each.
 
     A piece more is a prompt computed once more.
@@ -80,9 +82,9 @@ def _pieces(group: Sequence[Sample], rows: int, budget: int) -> list[list[Sample
     return _filled(group, rows, smallest)
 
 
-def _filled(group: Sequence[Sample], rows: int, room: int) -> list[list[Sample]]:
+def _filled(group: Sequence[TrainingSample], rows: int, room: int) -> list[list[TrainingSample]]:
     """Piece after piece of at most `rows` completions and `room` tokens; a longer completion stands alone."""
-    pieces: list[list[Sample]] = []
+    pieces: list[list[TrainingSample]] = []
     used = 0
     for sample in group:
         length = _completion_length(sample)
@@ -94,24 +96,24 @@ def _filled(group: Sequence[Sample], rows: int, room: int) -> list[list[Sample]]
     return pieces
 
 
-def _by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
+def _by_prompt(samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
     """Samples whose prompts have the same tokens, which is all that sharing takes."""
-    groups: dict[tuple[int, ...], list[Sample]] = {}
+    groups: dict[tuple[int, ...], list[TrainingSample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt_ids, []).append(sample)
     return list(groups.values())
 
 
-def _row_length(sample: Sample) -> int:
+def _row_length(sample: TrainingSample) -> int:
     return len(sample.prompt_ids) + len(sample.completion_ids)
 
 
-def _completion_length(sample: Sample) -> int:
+def _completion_length(sample: TrainingSample) -> int:
     return len(sample.completion_ids)
 
 
 def collate(
-    samples: Sequence[Sample],
+    samples: Sequence[TrainingSample],
     *,
     pad_token_id: int,
     device: torch.device,
@@ -142,7 +144,7 @@ def collate(
         completion_mask=completion_mask,
         loss_mask=completion_mask & has_loss[:, None],
         advantages=torch.tensor([sample.advantage for sample in samples], dtype=dtype),
-        live_groups=torch.tensor([sample.group_is_live for sample in samples]),
+        has_signal=torch.tensor([sample.group_has_signal for sample in samples]),
         behavior_logprobs=_pad_optional([sample.behavior_logprobs for sample in samples], dtype),
         old_logprobs=_pad_optional([sample.old_logprobs for sample in samples], dtype),
         reference_logprobs=_pad_optional([sample.reference_logprobs for sample in samples], dtype),
@@ -150,10 +152,10 @@ def collate(
     return to_device(batch, device)
 
 
-def _padded_rows(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> dict[str, Any]:
+def _padded_rows(samples: Sequence[TrainingSample], pad_token_id: int, multiple: int) -> dict[str, Any]:
     rows = [(*sample.prompt_ids, *sample.completion_ids) for sample in samples]
     input_ids = _pad_right(rows, pad_token_id, torch.long, multiple)
-    predictors = [
+    logit_indices = [
         index * input_ids.shape[1] + len(sample.prompt_ids) - 1 + step
         for index, sample in enumerate(samples)
         for step in range(len(sample.completion_ids))
@@ -162,15 +164,15 @@ def _padded_rows(samples: Sequence[Sample], pad_token_id: int, multiple: int) ->
         "input_ids": input_ids,
         "position_ids": None,
         "layout": None,
-        "predictors": torch.tensor(predictors),
+        "logit_indices": torch.tensor(logit_indices),
         "num_tokens": sum(map(len, rows)),
     }
 
 
-def _packed_row(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> dict[str, Any]:
+def _packed_row(samples: Sequence[TrainingSample], pad_token_id: int, multiple: int) -> dict[str, Any]:
     ids: list[int] = []
     positions: list[int] = []
-    predictors: list[int] = []
+    logit_indices: list[int] = []
     groups: list[GroupSpan] = []
     for prompt, run in itertools.groupby(samples, key=lambda sample: sample.prompt_ids):
         members = list(run)
@@ -183,7 +185,7 @@ def _packed_row(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> 
             ids.extend(sample.completion_ids)
             positions.extend(range(len(prompt), len(prompt) + len(sample.completion_ids)))
             # The first token is predicted by the prompt's last one, which all completions share.
-            predictors.extend([last_of_prompt, *range(first, len(ids) - 1)])
+            logit_indices.extend([last_of_prompt, *range(first, len(ids) - 1)])
         groups.append(GroupSpan(start, len(prompt), tuple(map(_completion_length, members))))
     num_tokens = len(ids)
     padding = -num_tokens % multiple
@@ -191,7 +193,7 @@ def _packed_row(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> 
         "input_ids": torch.tensor([[*ids, *[pad_token_id] * padding]]),
         "position_ids": torch.tensor([[*positions, *[0] * padding]]),
         "layout": PackedLayout(tuple(groups)),
-        "predictors": torch.tensor(predictors),
+        "logit_indices": torch.tensor(logit_indices),
         "num_tokens": num_tokens,
     }
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from grupo.algo.entropy import entropy_threshold
 from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
 from grupo.errors import TrainingError
-from grupo.metrics import AllGather, MetricSums
+from grupo.metrics import AllGather, MetricAccumulator
 from grupo.models.activation_offload import offload_activations
 from grupo.models.activation_recompute import cheap_activations_recomputed
 from grupo.models.inplace_lora import lora_added_in_place
@@ -28,7 +28,7 @@ from grupo.models.memory import is_out_of_memory, trim_between_layers
 from grupo.policy.batching import collate, micro_batches
 from grupo.policy.logprob_model import Scorer, Scores, dropout_off
 from grupo.policy.reference import Reference
-from grupo.types import MicroBatch, Sample
+from grupo.types import MicroBatch, TrainingSample
 from grupo.utils.malloc import trim_host_memory
 
 logger = logging.getLogger("grupo")
@@ -55,7 +55,7 @@ class UpdateResult:
 
     loss: Tensor
     """Scalar; its mean over ranks is the loss of the step."""
-    metrics: MetricSums
+    metrics: MetricAccumulator
     """Of this rank only."""
     totals: StepTotals
     entropy_sum: float
@@ -100,7 +100,9 @@ class PolicyUpdate:
     kl_on_dead_groups: bool = True
     has_entropy_bonus: bool = False
 
-    def __call__(self, model: nn.Module, samples: Sequence[Sample], *, entropy_coef: float = 0.0) -> UpdateResult:
+    def __call__(
+        self, model: nn.Module, samples: Sequence[TrainingSample], *, entropy_coef: float = 0.0
+    ) -> UpdateResult:
         """Leaves the step's gradients in the parameters of `model`, the module that the training step was given."""
         started = time.perf_counter()
         self._prepare(model)
@@ -131,7 +133,7 @@ class PolicyUpdate:
         ):
             yield
 
-    def _halve_token_budget(self, samples: Sequence[Sample], error: Exception) -> None:
+    def _halve_token_budget(self, samples: Sequence[TrainingSample], error: Exception) -> None:
         """Half of what the largest micro-batch had.
 
         Raises:
@@ -154,8 +156,8 @@ class PolicyUpdate:
         if self.on_token_budget is not None:
             self.on_token_budget(self.token_budget)
 
-    def _step(self, model: nn.Module, samples: Sequence[Sample], entropy_coef: float) -> UpdateResult:
-        metrics = MetricSums()
+    def _step(self, model: nn.Module, samples: Sequence[TrainingSample], entropy_coef: float) -> UpdateResult:
+        metrics = MetricAccumulator()
         threshold, entropy_tokens = self._entropy_threshold(model, samples)
         totals = self._totals(samples, entropy_tokens)
         working = [sample for sample in samples if self._has_gradient(sample)]
@@ -191,8 +193,8 @@ class PolicyUpdate:
         return UpdateResult(loss, metrics, totals, entropy_sum, scored_tokens)
 
     def score_window(
-        self, model: nn.Module, samples: Sequence[Sample], *, with_old: bool, reference: Reference | None
-    ) -> list[Sample]:
+        self, model: nn.Module, samples: Sequence[TrainingSample], *, with_old: bool, reference: Reference | None
+    ) -> list[TrainingSample]:
         """The samples with the log-probs that stay fixed while their window is trained on.
 
         Rows without loss are not scored. They get the engine's log-probs, or zeros: nothing reads them, but a
@@ -227,7 +229,7 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _logprob_rows(
-        self, model: nn.Module, samples: Sequence[Sample], counted: Sequence[int]
+        self, model: nn.Module, samples: Sequence[TrainingSample], counted: Sequence[int]
     ) -> dict[int, tuple[float, ...]]:
         """Log-probs of the samples at `counted`."""
         index_of = {id(samples[index]): index for index in counted}
@@ -241,7 +243,9 @@ class PolicyUpdate:
                     results[index_of[id(sample)]] = tuple(values[: len(sample.completion_ids)])
         return results
 
-    def _passes(self, samples: Sequence[Sample], filler: Sample) -> Iterator[tuple[list[Sample], bool]]:
+    def _passes(
+        self, samples: Sequence[TrainingSample], filler: TrainingSample
+    ) -> Iterator[tuple[list[TrainingSample], bool]]:
         """Micro-batches, and whether they are this rank's own: every rank makes the same number of passes, or those
         with more would hang, waiting for the others."""
         batches = list(self._micro_batches(samples))
@@ -270,14 +274,14 @@ class PolicyUpdate:
                 behavior_logprobs=batch.behavior_logprobs,
                 entropy=scores.entropy,
                 entropy_threshold=threshold,
-                kl_rows=None if self.kl_on_dead_groups else batch.live_groups,
+                kl_rows=None if self.kl_on_dead_groups else batch.has_signal,
             ),
             totals,
             entropy_coef=entropy_coef,
         )
         return scores, output
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
         return micro_batches(
             samples,
             self.rows_per_batch,
@@ -286,7 +290,7 @@ class PolicyUpdate:
             packed=bool(self.scorer.shares_prompts),
         )
 
-    def _collate(self, rows: Sequence[Sample]) -> MicroBatch:
+    def _collate(self, rows: Sequence[TrainingSample]) -> MicroBatch:
         return collate(
             rows,
             packed=bool(self.scorer.shares_prompts),
@@ -296,7 +300,7 @@ class PolicyUpdate:
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
 
-    def _count_skipped(self, metrics: MetricSums, skipped: Sequence[Sample]) -> None:
+    def _count_skipped(self, metrics: MetricAccumulator, skipped: Sequence[TrainingSample]) -> None:
         """Rows that were not computed still count: in the entropy by the engine's value, in the clip shares as not
         clipped, which a row without advantage never is."""
         counted = [sample for sample in skipped if sample.has_loss]
@@ -307,14 +311,14 @@ class PolicyUpdate:
             mask = collate(counted, pad_token_id=self.pad_token_id, device=torch.device("cpu")).loss_mask
             _add_loss_metrics(metrics, *self.objective.clip_metrics_without_advantage(mask))
 
-    def _has_gradient(self, sample: Sample) -> bool:
+    def _has_gradient(self, sample: TrainingSample) -> bool:
         """Whether any term of the loss has a coefficient other than zero on this row."""
         if not sample.has_loss:
             return False
-        has_kl = self.objective.beta != 0.0 and (self.kl_on_dead_groups or sample.group_is_live)
+        has_kl = self.objective.beta != 0.0 and (self.kl_on_dead_groups or sample.group_has_signal)
         return sample.advantage != 0.0 or has_kl or self.has_entropy_bonus
 
-    def _totals(self, samples: Sequence[Sample], entropy_tokens: int | None) -> StepTotals:
+    def _totals(self, samples: Sequence[TrainingSample], entropy_tokens: int | None) -> StepTotals:
         """Denominators of the step over all ranks. Rows without loss are in none of them."""
         counted = [sample for sample in samples if sample.has_loss]
         own = (sum(len(sample.completion_ids) for sample in counted), len(counted))
@@ -322,7 +326,9 @@ class PolicyUpdate:
         return StepTotals(tokens, rows, entropy_tokens=tokens if entropy_tokens is None else entropy_tokens)
 
     @torch.no_grad()
-    def _entropy_threshold(self, model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor | None, int | None]:
+    def _entropy_threshold(
+        self, model: nn.Module, samples: Sequence[TrainingSample]
+    ) -> tuple[Tensor | None, int | None]:
         """The entropy that the top share of the step's tokens reaches, and how many reach it, over all ranks.
 
         Needs a pass of its own: no threshold of one micro-batch would be that of the step.
@@ -351,7 +357,7 @@ def _entropy_above(scores: Scores, batch: MicroBatch, threshold: Tensor | None) 
 
 
 def _add_loss_metrics(
-    metrics: MetricSums, sums: Mapping[str, tuple[Tensor, Tensor]], extremes: Mapping[str, Tensor]
+    metrics: MetricAccumulator, sums: Mapping[str, tuple[Tensor, Tensor]], extremes: Mapping[str, Tensor]
 ) -> None:
     for name, (numerator, denominator) in sums.items():
         metrics.add_sum(name, float(numerator), float(denominator))
@@ -361,7 +367,7 @@ def _add_loss_metrics(
             (metrics.add_max if name.endswith("max") else metrics.add_min)(name, number)
 
 
-def _add_gap(metrics: MetricSums, batch: MicroBatch, logprobs: Tensor) -> None:
+def _add_gap(metrics: MetricAccumulator, batch: MicroBatch, logprobs: Tensor) -> None:
     """How far the engine's log-probs are from ours, on the policy that sampled; only there are both known."""
     if batch.behavior_logprobs is None:
         return
@@ -370,11 +376,11 @@ def _add_gap(metrics: MetricSums, batch: MicroBatch, logprobs: Tensor) -> None:
     metrics.add_sum("sampling/logprob_gap", float(gap.sum()), float(gap.numel()))
 
 
-def _unread(sample: Sample) -> tuple[float, ...]:
+def _unread(sample: TrainingSample) -> tuple[float, ...]:
     return sample.behavior_logprobs or (0.0,) * len(sample.completion_ids)
 
 
-def _without_loss(sample: Sample) -> Sample:
+def _without_loss(sample: TrainingSample) -> TrainingSample:
     return dataclasses.replace(sample, has_loss=False)
 
 

@@ -20,7 +20,7 @@ from grupo.models.quantization import arithmetic_dtype
 from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD, hidden_windows, packed_attention, why_not_packed
 from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.types import MicroBatch, Sample
+from grupo.types import MicroBatch, TrainingSample
 
 logger = logging.getLogger("grupo")
 
@@ -98,7 +98,7 @@ class Scorer:
             logprobs, entropy = chunked_logprobs(
                 # A prompt's last token predicts the first one of all its completions; of the ways to pick rows, this
                 # one adds up their gradients in a fixed order.
-                nn.functional.embedding(batch.predictors, hidden.flatten(0, 1)),
+                nn.functional.embedding(batch.logit_indices, hidden.flatten(0, 1)),
                 self._linear_head().weight,
                 targets,
                 bias=self._linear_head().bias,
@@ -109,7 +109,10 @@ class Scorer:
         else:
             logits = module(**inputs, use_cache=False).logits
             logprobs, entropy = logprobs_from_logits(
-                logits.flatten(0, 1)[batch.predictors], targets, temperature=self.temperature, with_entropy=with_entropy
+                logits.flatten(0, 1)[batch.logit_indices],
+                targets,
+                temperature=self.temperature,
+                with_entropy=with_entropy,
             )
         return Scores(
             logprobs=_scatter(logprobs, rows, columns, batch.completion_mask.shape),
@@ -230,8 +233,8 @@ def _names_dropout(name: str) -> bool:
     return "dropout" in name or name.endswith(("layerdrop", "pdrop", "_drop"))
 
 
-def _check_sample(prompt_ids: list[int], completion_ids: list[int]) -> Sample:
-    return Sample(tuple(prompt_ids), tuple(completion_ids), 0.0, True, True, None)
+def _check_sample(prompt_ids: list[int], completion_ids: list[int]) -> TrainingSample:
+    return TrainingSample(tuple(prompt_ids), tuple(completion_ids), 0.0, True, True, None)
 
 
 def _decoder(base: Any) -> nn.Module | None:

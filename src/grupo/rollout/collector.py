@@ -19,13 +19,13 @@ import torch
 
 from grupo.data.prompts import Outcome, reward_columns
 from grupo.errors import RewardError, TrainingError
-from grupo.metrics import STEP_METRICS, AllGather, MetricSums, merged
+from grupo.metrics import STEP_METRICS, AllGather, MetricAccumulator, merge_metrics
 from grupo.rewards.execution.results import RewardFailure, RewardTable
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
 from grupo.rollout.groups import AdvantageSettings, Earnings, Refill, Round, Row, Slots
 from grupo.sampling import SamplingSpec
-from grupo.types import Completion, Group, Prompt, RewardStatus, Rollout, Sample
+from grupo.types import Completion, Group, Prompt, RewardStatus, Rollout, TrainingSample
 
 logger = logging.getLogger("grupo")
 
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 class RolloutResult:
     """What one rank keeps of a rollout."""
 
-    samples: dict[int, Sample]
+    samples: dict[int, TrainingSample]
     """This rank's samples by completion number."""
     groups: tuple[Group, ...]
     """This rank's completions by prompt, for people to read."""
@@ -46,7 +46,7 @@ class RolloutResult:
     """Columns that reward functions logged with `log_extra`, one value per completion of `groups`."""
     outcomes: list[Outcome]
     """Of every prompt that was sampled, replaced ones included; of all ranks, the same on each."""
-    metrics: MetricSums
+    metrics: MetricAccumulator
     """Of all ranks, the same on each. Rewards and completions are those of everything that was sampled."""
     tokens: int
     """Sampled by all ranks, and those of the prompts, which count once per completion."""
@@ -133,7 +133,7 @@ class RolloutCollector:
         purpose: str = "train",
         rows_at_once: int | None = None,
         refill: Refill | None = None,
-        meanwhile: Callable[[dict[int, Sample]], None] | None = None,
+        meanwhile: Callable[[dict[int, TrainingSample]], None] | None = None,
     ) -> RolloutResult:
         """Collects one rollout.
 
@@ -167,7 +167,7 @@ class RolloutCollector:
         metrics = _metrics(rows, earnings, self.rewards.names)
         if refill is not None:
             _refill_metrics(metrics, slots, sampled=len(rows) // group_size)
-        logged = merged(one.logged for one in slots.rounds)
+        logged = merge_metrics(one.logged for one in slots.rounds)
         _refuse_clashes(logged, metrics)
         metrics.merge(logged)
         return RolloutResult(
@@ -185,7 +185,7 @@ class RolloutCollector:
     def _round(
         self,
         generate: Callable[[], _Sampled],
-        meanwhile: Callable[[dict[int, Sample]], None] | None,
+        meanwhile: Callable[[dict[int, TrainingSample]], None] | None,
         settings: AdvantageSettings,
         trainer_state: Any,
     ) -> Round:
@@ -295,7 +295,7 @@ class RolloutCollector:
 
     def _exchange(
         self, part: _Part | None, error: Exception | None
-    ) -> tuple[dict[int, Row], MetricSums, list[RewardFailure]]:
+    ) -> tuple[dict[int, Row], MetricAccumulator, list[RewardFailure]]:
         """Of all ranks: the rows by completion number, what reward functions logged, and how some of them failed.
 
         Raises:
@@ -318,7 +318,7 @@ class RolloutCollector:
         gathered = self.all_gather((own_rows, metrics, failures, _as_message(error)))
         rank_rows, rank_metrics, rank_failures, messages = zip(*gathered, strict=True)
         _raise_any(messages, error)
-        logged = MetricSums()
+        logged = MetricAccumulator()
         for metrics in rank_metrics:
             for name, values in metrics.items():
                 for value in values:
@@ -335,15 +335,15 @@ def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return None, error
 
 
-def _before_rewards(sampled: _Sampled, settings: AdvantageSettings) -> dict[int, Sample]:
+def _before_rewards(sampled: _Sampled, settings: AdvantageSettings) -> dict[int, TrainingSample]:
     """Samples by completion number, without advantages; in the loss are those that only a reward can take out of it."""
     return {
-        number: Sample(
+        number: TrainingSample(
             prompt_ids=prompt.token_ids,
             completion_ids=completion.token_ids,
             advantage=0.0,
             has_loss=not (settings.mask_truncated and completion.is_truncated),
-            group_is_live=False,
+            group_has_signal=False,
             behavior_logprobs=completion.behavior_logprobs,
             entropies=completion.entropies,
         )
@@ -389,15 +389,15 @@ def _outcomes(prompts: Sequence[Prompt], rows: Sequence[Row], earnings: Earnings
     return [(prompt, tuple(rewards[prompt.id])) for prompt in prompts]
 
 
-def _metrics(rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> MetricSums:
-    metrics = MetricSums()
+def _metrics(rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> MetricAccumulator:
+    metrics = MetricAccumulator()
     _length_metrics(metrics, rows)
     _reward_metrics(metrics, rows, earnings, names)
     _signal_metrics(metrics, rows, earnings)
     return metrics
 
 
-def _refuse_clashes(user_metrics: MetricSums, own: MetricSums) -> None:
+def _refuse_clashes(user_metrics: MetricAccumulator, own: MetricAccumulator) -> None:
     taken = STEP_METRICS | own.means().keys()
     for name in user_metrics.sums:
         if name in taken:
@@ -407,7 +407,7 @@ def _refuse_clashes(user_metrics: MetricSums, own: MetricSums) -> None:
             )
 
 
-def _length_metrics(metrics: MetricSums, rows: Sequence[Row]) -> None:
+def _length_metrics(metrics: MetricAccumulator, rows: Sequence[Row]) -> None:
     lengths = [row.completion_tokens for row in rows]
     _add_distribution(metrics, "completions/{}_length", lengths)
     _add_distribution(
@@ -416,7 +416,7 @@ def _length_metrics(metrics: MetricSums, rows: Sequence[Row]) -> None:
     metrics.add("completions/clipped_ratio", sum(row.truncated for row in rows) / len(rows), len(rows))
 
 
-def _reward_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> None:
+def _reward_metrics(metrics: MetricAccumulator, rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         scores = [score for row in rows if (score := row.scores[index]) is not None]
         if scores:
@@ -431,7 +431,7 @@ def _reward_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings
         metrics.add("reward_std", _std(totals), len(totals))
 
 
-def _signal_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings) -> None:
+def _signal_metrics(metrics: MetricAccumulator, rows: Sequence[Row], earnings: Earnings) -> None:
     live_of_group = {row.prompt_id: live for row, live in zip(rows, earnings.live, strict=True)}
     stds = zip(rows, earnings.group_std, strict=True)
     std_of_group = {row.prompt_id: std for row, std in stds if not math.isnan(std)}
@@ -443,7 +443,7 @@ def _signal_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings
         metrics.add("reward_within_group_std", sum(std_of_group.values()) / len(std_of_group), len(std_of_group))
 
 
-def _refill_metrics(metrics: MetricSums, slots: Slots, *, sampled: int) -> None:
+def _refill_metrics(metrics: MetricAccumulator, slots: Slots, *, sampled: int) -> None:
     count, dead = len(slots.prompts), len(slots.without_signal())
     metrics.add("dynamic_sampling/rounds", float(len(slots.rounds)))
     metrics.add("dynamic_sampling/groups", float(sampled))
@@ -451,7 +451,7 @@ def _refill_metrics(metrics: MetricSums, slots: Slots, *, sampled: int) -> None:
     metrics.add("dynamic_sampling/live_share", 1.0 - dead / count, count)
 
 
-def _add_distribution(metrics: MetricSums, pattern: str, values: Sequence[int]) -> None:
+def _add_distribution(metrics: MetricAccumulator, pattern: str, values: Sequence[int]) -> None:
     if values:
         metrics.add(pattern.format("mean"), sum(values) / len(values), len(values))
         metrics.add_min(pattern.format("min"), float(min(values)))

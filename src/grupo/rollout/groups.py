@@ -15,9 +15,9 @@ import torch
 
 from grupo.algo.advantages import compute_advantages
 from grupo.algo.selection import max_variance_subset
-from grupo.metrics import MetricSums
+from grupo.metrics import MetricAccumulator
 from grupo.rewards.execution.results import RewardFailure
-from grupo.types import Group, Prompt, RewardStatus, Rollout, Sample, group_by_prompt
+from grupo.types import Group, Prompt, RewardStatus, Rollout, TrainingSample, group_by_prompt
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Round:
     """Columns that reward functions logged with `log_extra`, one value for each of `rollouts`."""
     rows: dict[int, Row]
     """Of all ranks, by completion number, in order."""
-    logged: MetricSums
+    logged: MetricAccumulator
     """What reward functions logged as numbers, of all ranks."""
     failures: list[RewardFailure]
     """How some reward functions failed, of all ranks."""
@@ -128,15 +128,15 @@ class Slots:
         for slot, prompt in zip(slots, prompts, strict=True):
             self.prompts[slot] = prompt
 
-    def samples(self) -> dict[int, Sample]:
+    def samples(self) -> dict[int, TrainingSample]:
         """This rank's samples by completion number."""
         return {
-            number: Sample(
+            number: TrainingSample(
                 prompt_ids=rollout.prompt.token_ids,
                 completion_ids=rollout.completion.token_ids,
                 advantage=self._earnings.advantages[self._position[number]],
                 has_loss=number in self._in_loss,
-                group_is_live=self._earnings.live[self._position[number]],
+                group_has_signal=self._earnings.live[self._position[number]],
                 behavior_logprobs=rollout.completion.behavior_logprobs,
                 entropies=rollout.completion.entropies,
             )

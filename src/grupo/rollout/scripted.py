@@ -8,7 +8,7 @@ from grupo.errors import DataError
 from grupo.rollout.engine import GenerationRequest
 from grupo.sampling import SamplingSpec
 from grupo.types import Completion, FinishReason, Prompt
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 Script = Callable[[Prompt, int], Sequence[int]]
 
@@ -71,7 +71,7 @@ def _in_order(completions: Sequence[Sequence[int]]) -> Script:
             return next(remaining)
         except StopIteration:
             raise DataError(
-                f"The script has {counted(len(completions), 'completion')}, all used up. Give one for every "
+                f"The script has {pluralize(len(completions), 'completion')}, all used up. Give one for every "
                 "completion of the run, evaluations included, or a function of the prompt and the place in its group."
             ) from None
 

@@ -39,7 +39,7 @@ from grupo.data.prompts import (
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.metrics import MetricSums, merged
+from grupo.metrics import MetricAccumulator, merge_metrics
 from grupo.models.inspect import (
     adapter_settings,
     base_model,
@@ -93,7 +93,7 @@ from grupo.trainer.setup import (
     reward_runner,
     warn_of_rounding,
 )
-from grupo.types import Sample
+from grupo.types import TrainingSample
 
 logger = logging.getLogger("grupo")
 
@@ -253,7 +253,7 @@ class GRPOTrainer(ResumableTrainer):
         )
         self.seconds = dict.fromkeys(("generating", "rewarding", "scoring", "updating"), 0.0)
         """Of training, on this process, by phase."""
-        self._metrics = MetricSums()
+        self._metrics = MetricAccumulator()
         self._window: Window | None = None
         self._start_guards()
         self._step_tokens = 0
@@ -277,7 +277,7 @@ class GRPOTrainer(ResumableTrainer):
         self._record_update(samples, result, seconds=time.perf_counter() - started)
         return result.loss
 
-    def _samples_of_step(self, model: nn.Module) -> list[Sample]:
+    def _samples_of_step(self, model: nn.Module) -> list[TrainingSample]:
         """This rank's samples of the coming optimizer step, from the open window or a new one."""
         window, step = divmod(self.state.global_step, self.plan.steps_per_rollout)
         if self._window is None or self._window[0] != window:
@@ -285,7 +285,7 @@ class GRPOTrainer(ResumableTrainer):
             self._window = (window, self._roll_out(model, window))
         return self._window[1][step]
 
-    def _roll_out(self, model: nn.Module, window: int) -> list[list[Sample]]:
+    def _roll_out(self, model: nn.Module, window: int) -> list[list[TrainingSample]]:
         """Collects the rollouts of a window and deals their samples to its optimizer steps."""
         prompts = self.prompt_stream.window(window)
         dealt = deal(
@@ -297,11 +297,11 @@ class GRPOTrainer(ResumableTrainer):
             rank=self.args.process_index,
         )
         own_numbers = sorted({number for numbers in dealt for number in numbers})
-        samples: dict[int, Sample] = {}
-        scored: dict[int, Sample] = {}
+        samples: dict[int, TrainingSample] = {}
+        scored: dict[int, TrainingSample] = {}
         beside_rewards = self._scores_beside_rewards()
 
-        def score(unpaid: Mapping[int, Sample], first: int = 0) -> None:
+        def score(unpaid: Mapping[int, TrainingSample], first: int = 0) -> None:
             """Fills `scored` with the window, of whose last rollout, from number `first` on, rewards may be unknown."""
             window_samples = {**samples, **{number + first: sample for number, sample in unpaid.items()}}
             ordered = [window_samples[number] for number in own_numbers]
@@ -337,7 +337,7 @@ class GRPOTrainer(ResumableTrainer):
         }
         return [[by_number[number] for number in numbers] for numbers in dealt]
 
-    def _scored(self, model: nn.Module, samples: Sequence[Sample]) -> list[Sample]:
+    def _scored(self, model: nn.Module, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         started = time.perf_counter()
         scored = self.policy_update.score_window(
             model, samples, with_old=self.plan.steps_per_rollout > 1, reference=self.reference
@@ -575,10 +575,10 @@ class GRPOTrainer(ResumableTrainer):
         if self.config.log_completions:
             self.completion_table.add(result.groups, self.state.global_step + 1, result.extras)
 
-    def _record_update(self, samples: Sequence[Sample], result: UpdateResult, seconds: float) -> None:
+    def _record_update(self, samples: Sequence[TrainingSample], result: UpdateResult, seconds: float) -> None:
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
         gathered = self._all_gather((result.metrics, result.entropy_sum, tokens))
-        step_metrics = merged(metrics for metrics, _, _ in gathered)
+        step_metrics = merge_metrics(metrics for metrics, _, _ in gathered)
         self._step_tokens = sum(tokens for _, _, tokens in gathered)
         if self.state.global_step % self.plan.steps_per_rollout == 0:
             self.sampler_check.check(step_metrics)
@@ -657,7 +657,7 @@ class GRPOTrainer(ResumableTrainer):
             self.entropy_controller.load_state_dict(state["entropy_controller"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load_state_dict(state["reference"])
-        self._metrics = MetricSums(**state["metrics"])
+        self._metrics = MetricAccumulator(**state["metrics"])
         self.seconds = dict(state["seconds"])
         for guard, in_a_row in zip(self._guards(), state["guards"], strict=True):
             guard.in_a_row = in_a_row

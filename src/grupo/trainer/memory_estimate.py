@@ -27,7 +27,7 @@ from grupo.rollout.local.decoders import PREFILL_TOKENS
 from grupo.rollout.local.engine import COPY_HEADROOM, most_rows
 from grupo.rollout.local.inference_copy import copied_bytes
 from grupo.rollout.local.kv_cache import SPARE_COLUMNS, columns_for
-from grupo.types import Sample
+from grupo.types import TrainingSample
 
 BYTES_PER_WEIGHT = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """NF4 with its scales: a byte for 64 weights, four for 256 of those (arXiv:2305.14314)."""
@@ -305,10 +305,11 @@ class _Run:
         prompts = [(number, *[0] * (self.prompt - 1)) for number in range(own)]
         ids = (0,) * self.completion
         samples = [
-            Sample(prompts[place // self.plan.num_generations], ids, 1.0, True, True, None) for place in range(own)
+            TrainingSample(prompts[place // self.plan.num_generations], ids, 1.0, True, True, None)
+            for place in range(own)
         ]
 
-        def size(batch: Sequence[Sample]) -> int:
+        def size(batch: Sequence[TrainingSample]) -> int:
             times = len({id(sample.prompt_ids) for sample in batch}) if packed else len(batch)
             return times * self.prompt + len(batch) * self.completion
 

@@ -33,7 +33,7 @@ from grupo.rewards.library.reward_model import with_reward_models
 from grupo.rollout.groups import AdvantageSettings, Refill
 from grupo.runs.folder import read_json
 from grupo.runs.resume_check import FREE, WATCHED
-from grupo.utils.messages import counted, nearest
+from grupo.utils.messages import did_you_mean, pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -108,8 +108,8 @@ class UnchangedIsTold(TrainerCallback):
             reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
             logger.warning(
                 "%s changed none of the %s: %s. The saved model is the one that training began with.",
-                counted(steps, "optimizer step"),
-                counted(len(self._start), "trainable parameter"),
+                pluralize(steps, "optimizer step"),
+                pluralize(len(self._start), "trainable parameter"),
                 reason,
             )
 
@@ -201,8 +201,8 @@ def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
     if missing:
         raise ConfigError(
             f"The optimizer in `optimizers` lacks {missing} of the model's "
-            f"{counted(len(trainable), 'trainable parameter')}, which would never move. Make it from the model that is "
-            "trained, after its adapter was added; freeze what is not to be trained with requires_grad_(False)."
+            f"{pluralize(len(trainable), 'trainable parameter')}, which would never move. Make it from the model that "
+            "is trained, after its adapter was added; freeze what is not to be trained with requires_grad_(False)."
         )
 
 
@@ -248,8 +248,8 @@ def reward_runner(
     rewards = RewardRunner(functions, timeout=config.reward_timeout)
     if config.reward_weights is not None and len(config.reward_weights) != len(rewards.names):
         raise ConfigError(
-            f"reward_weights has {counted(len(config.reward_weights), 'number')} for "
-            f"{counted(len(rewards.names), 'reward function')} "
+            f"reward_weights has {pluralize(len(config.reward_weights), 'number')} for "
+            f"{pluralize(len(rewards.names), 'reward function')} "
             f"({', '.join(rewards.names)}). Give one weight per function, in the same order."
         )
     if config.reward_weights is not None and not any(config.reward_weights):
@@ -385,7 +385,7 @@ def check_watched_metric(watched: str | None, metrics: Mapping[str, float], rewa
             "the reward functions abstained on all of them. Evaluation needs prompts that a reward applies to."
         )
     raise ConfigError(
-        f"metric_for_best_model={watched!r} is no metric of an evaluation.{nearest(name, metrics)} It has "
+        f"metric_for_best_model={watched!r} is no metric of an evaluation.{did_you_mean(name, metrics)} It has "
         f"{', '.join(sorted(metrics))}."
     )
 
