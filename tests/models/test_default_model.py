@@ -7,7 +7,8 @@ import torch
 
 from grupo.data.prompts import PromptTokenizer, tokenize_rows
 from grupo.models.default_model import default_model_path
-from grupo.models.load import load_policy, load_tokenizer, stop_token_ids
+from grupo.models.inspect import stop_token_ids
+from grupo.models.load import load_policy, load_tokenizer
 from grupo.policy.batching import collate
 from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest

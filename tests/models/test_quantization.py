@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from grupo.cli import main
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.models.activation_offload import offload_activations
 from grupo.models.activation_recompute import cheap_activations_recomputed
 from grupo.models.inplace_lora import lora_added_in_place
-from grupo.models.load import check_trainable
-from grupo.models.memory import activations_in_host_memory
+from grupo.models.inspect import check_trainable
 from grupo.models.peft_setup import add_adapter
 from grupo.models.quantization import (
     arithmetic_dtype,
@@ -330,7 +330,7 @@ def test_a_recipe_in_4_bits(folder, tmp_path, capsys):
 
 def test_layer_inputs_wait_in_host_memory(monkeypatch):
     """What backward keeps with checkpointing are the inputs of layers; offloaded, none of them stays."""
-    monkeypatch.setattr("grupo.models.memory.SMALLEST_OFFLOADED", 1)
+    monkeypatch.setattr("grupo.models.activation_offload.SMALLEST_OFFLOADED", 1)
     model = tiny_model()
     model.gradient_checkpointing_enable()
     model.train()
@@ -344,6 +344,6 @@ def test_layer_inputs_wait_in_host_memory(monkeypatch):
         return empty_like(tensor, **more)
 
     monkeypatch.setattr(torch, "empty_like", leaving)
-    with activations_in_host_memory(model):
+    with offload_activations(model):
         model(input_ids=IDS, use_cache=False)
     assert len(inputs) == 2 and set(inputs) <= moved

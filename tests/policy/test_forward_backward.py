@@ -10,7 +10,8 @@ import torch
 from transformers import TrainerCallback
 
 from grupo.errors import TrainingError
-from grupo.models.memory import activation_bytes_per_token, activations_in_host_memory, default_token_budget
+from grupo.models.activation_offload import offload_activations
+from grupo.models.memory import activation_bytes_per_token, default_token_budget
 from tests.models.test_activation_recompute import kept_bytes
 from tiny import tiny_model
 from tiny_trainer import make_trainer
@@ -67,8 +68,8 @@ def test_activations_leave_and_weights_stay(monkeypatch):
     copied = []
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda t, **more: copied.append(t) or empty_like(t, **more))
-    monkeypatch.setattr("grupo.models.memory.SMALLEST_OFFLOADED", 1)
-    with activations_in_host_memory(model):
+    monkeypatch.setattr("grupo.models.activation_offload.SMALLEST_OFFLOADED", 1)
+    with offload_activations(model):
         loss = model(input_ids=torch.arange(20)[None]).logits.square().mean()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert copied and not weights & {tensor.untyped_storage().data_ptr() for tensor in copied}

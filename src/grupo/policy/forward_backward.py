@@ -21,18 +21,15 @@ from grupo.algo.entropy import entropy_threshold
 from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
 from grupo.errors import TrainingError
 from grupo.metrics import AllGather, MetricAccumulator
+from grupo.models.activation_offload import offload_activations
 from grupo.models.activation_recompute import cheap_activations_recomputed
 from grupo.models.inplace_lora import lora_added_in_place
-from grupo.models.memory import (
-    activations_in_host_memory,
-    give_back_memory,
-    is_out_of_memory,
-    memory_given_back_between_layers,
-)
+from grupo.models.memory import is_out_of_memory, trim_between_layers
 from grupo.policy.batching import collate, micro_batches
 from grupo.policy.logprob_model import LogprobModel, TokenLogprobs, disable_dropout
 from grupo.policy.reference import Reference
 from grupo.types import MicroBatch, TrainingSample
+from grupo.utils.malloc import trim_host_memory
 
 logger = logging.getLogger("grupo")
 
@@ -129,7 +126,7 @@ class ForwardBackward:
         with (
             self.logprob_model.attention(),
             lora_added_in_place(self.logprob_model.base),
-            memory_given_back_between_layers(decoder, device),
+            trim_between_layers(decoder, device),
             cheap_activations_recomputed(recomputing),
         ):
             yield
@@ -177,7 +174,7 @@ class ForwardBackward:
                 # Gradients are averaged over ranks; the loss is a sum over them.
                 share = output.loss * self.distributed.num_processes
                 self.distributed.backward(share)
-            give_back_memory(self.distributed.device)
+            trim_host_memory(self.distributed.device.type)
             loss += share.detach()
             _add_loss_metrics(metrics, output.sums, output.extremes)
             _add_gap(metrics, batch, scores.logprobs.detach())
@@ -264,7 +261,7 @@ class ForwardBackward:
         threshold: Tensor | None,
         entropy_coef: float,
     ) -> tuple[TokenLogprobs, LossOutput]:
-        offload = activations_in_host_memory(model) if self.offload_activations else contextlib.nullcontext()
+        offload = offload_activations(model) if self.offload_activations else contextlib.nullcontext()
         with self.autocast(), offload:
             scores = self.logprob_model.logprobs(model, batch, with_entropy=True)
         output = self.objective(

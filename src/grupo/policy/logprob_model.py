@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grupo.models.load import base_model, vocabulary_size
+from grupo.models.inspect import base_model, vocabulary_size
 from grupo.models.quantization import arithmetic_dtype
 from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD, hidden_windows, packed_attention, why_not_packed
 from grupo.policy.batching import collate

@@ -40,19 +40,19 @@ from grupo.data.prompts import (
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricAccumulator, merge_metrics
-from grupo.models.load import (
+from grupo.models.inspect import (
     adapter_settings,
     base_model,
     check_stop_token_ids,
     check_trainable,
     context_length,
     ids_of_stop_texts,
-    let_gradients_in,
     name_of,
     quantization,
     stop_token_ids,
     vocabulary_size,
 )
+from grupo.models.load import let_gradients_in
 from grupo.models.load_options import asked_of
 from grupo.models.memory import default_token_budget
 from grupo.models.peft_io import warn_of_vocabulary

@@ -23,7 +23,8 @@ from grupo.config.validation import SAMPLING_FIELDS
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
-from grupo.models.load import check_causal, load_tokenizer
+from grupo.models.inspect import check_causal
+from grupo.models.load import load_tokenizer
 from grupo.models.load_options import Asked
 from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, weight_sums
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
