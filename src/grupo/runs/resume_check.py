@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 logger = logging.getLogger("grupo")
 
@@ -120,7 +120,7 @@ def check_resume_compatible(
     if unknown:
         raise ConfigError(
             f"accept_changes names {', '.join(map(repr, unknown))}, which cannot change during a run."
-            f"{nearest(unknown[0], OVERRIDABLE)} These can: {', '.join(sorted(OVERRIDABLE))}."
+            f"{did_you_mean(unknown[0], OVERRIDABLE)} These can: {', '.join(sorted(OVERRIDABLE))}."
         )
     now = json.loads(json.dumps(now))
     changed = {name: f"{name} was {_shorten(saved[name])} and is {_shorten(now[name])}"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from grupo.errors import RewardError
 from grupo.rewards.execution.calls import Job, as_number
 from grupo.types import RewardStatus
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 FailureKind = Literal["exception", "timeout", "non_finite"]
 
@@ -105,7 +105,7 @@ def _status(value: float | None) -> RewardStatus:
 
 def _returned_values(returned: Any, count: int, name: str) -> list[float | None]:
     """The n numbers or Nones that a function returned, not necessarily finite."""
-    expected = f"a list of {counted(count, 'number')}, one per completion (None abstains)"
+    expected = f"a list of {pluralize(count, 'number')}, one per completion (None abstains)"
     if returned is None:
         raise RewardError(f"Reward function '{name}' returned None instead of {expected}. Does it lack a return?")
     if isinstance(returned, Awaitable):
@@ -117,8 +117,8 @@ def _returned_values(returned: Any, count: int, name: str) -> list[float | None]
     values = _listed(returned, count, name, expected)
     if len(values) != count:
         raise RewardError(
-            f"Reward function '{name}' returned {counted(len(values), 'reward')} for "
-            f"{counted(count, 'completion')}; it must return "
+            f"Reward function '{name}' returned {pluralize(len(values), 'reward')} for "
+            f"{pluralize(count, 'completion')}; it must return "
             f"{expected}."
         )
     numbers: list[float | None] = []
