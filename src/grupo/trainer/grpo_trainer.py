@@ -59,7 +59,7 @@ from grupo.models.peft_io import warn_of_vocabulary
 from grupo.policy.forward_backward import PolicyUpdate, UpdateResult
 from grupo.policy.logprob_model import Scorer, dropout_off
 from grupo.policy.reference import ReferencePolicy, reference_policy
-from grupo.rewards.execution.runner import RewardFunctions
+from grupo.rewards.library.reward_model import RewardFunctions
 from grupo.rollout.collector import RolloutCollector, RolloutResult
 from grupo.rollout.engine import Engine
 from grupo.rollout.local.engine import LocalEngine
@@ -349,7 +349,7 @@ class GRPOTrainer(ResumableTrainer):
         """Not where rewards decide what is scored at all."""
         is_scored = self.plan.steps_per_rollout > 1 or self.reference is not None
         is_chosen = self.config.dynamic_sampling or self.config.num_generations_trained is not None
-        return is_scored and not is_chosen and self.rewards.some_run_beside_scoring
+        return is_scored and not is_chosen and self.rewards.overlaps_logprobs
 
     def take_reference(self) -> None:
         """Makes the policy as it is now the one that the KL term holds on to, unless that is the base model."""
@@ -608,7 +608,7 @@ class GRPOTrainer(ResumableTrainer):
             "model": self.hash_of_start(),
             "prompts": len(self.train_rows),
             "dataset": self._hash_of_rows,
-            "rewards": self.rewards.identities,
+            "rewards": self.rewards.fingerprints,
         }
 
     def about_run(self) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from grupo.models.load import check_causal, load_tokenizer
 from grupo.models.load_options import Asked
 from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, weight_sums
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
-from grupo.rewards.execution.runner import RewardFunctions, RewardRunner
-from grupo.rewards.library.reward_model import with_reward_models
+from grupo.rewards.execution.runner import RewardRunner
+from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
 from grupo.rollout.groups import AdvantageSettings, Refill
 from grupo.runs.folder import read_json
 from grupo.runs.resume_check import FREE, WATCHED
@@ -238,7 +238,7 @@ def reward_runner(
 ) -> RewardRunner:
     if reward_funcs is None:
         raise ConfigError("GRPOTrainer needs reward_funcs: one function, or a list of functions, of the completions.")
-    functions = with_reward_models(
+    functions = wrap_reward_models(
         reward_funcs,
         reward_processing_classes,
         chat_template_kwargs=mapping(config.chat_template_kwargs),
