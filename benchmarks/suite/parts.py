@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local import engine as local
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.local.inference_copy import decoding_copy
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 from suite import floors
 from suite.measure import MIB, MemoryAbove, interleaved, medians
 from suite.models import load, lora
@@ -174,7 +174,7 @@ def measure_generation(*, folder: str, lengths: str, tokens: int, repeats: int, 
 # ---- scoring ---------------------------------------------------------------------------------------------------------
 
 
-def group_of(prompt_tokens: int, completion_tokens: int, group_size: int, vocabulary_size: int) -> list[Sample]:
+def group_of(prompt_tokens: int, completion_tokens: int, group_size: int, vocabulary_size: int) -> list[TrainingSample]:
     """One group of random tokens with advantages that sum to zero."""
     chance = random.Random(0)
 
@@ -183,45 +183,45 @@ def group_of(prompt_tokens: int, completion_tokens: int, group_size: int, vocabu
 
     prompt = ids(prompt_tokens)
     return [
-        Sample(prompt, ids(completion_tokens), 1.0 if place % 2 else -1.0, True, True, None)
+        TrainingSample(prompt, ids(completion_tokens), 1.0 if place % 2 else -1.0, True, True, None)
         for place in range(group_size)
     ]
 
 
-def _backward(logprobs: Tensor, samples: Sequence[Sample]) -> None:
+def _backward(logprobs: Tensor, samples: Sequence[TrainingSample]) -> None:
     advantages = torch.tensor([sample.advantage for sample in samples])
     (-(logprobs * advantages[:, None]).sum() / logprobs.numel()).backward()
 
 
-def score_plain(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
+def score_plain(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """Our own plain path: every row with its own copy of the prompt, log-probs from hidden states in chunks."""
-    scorer = Scorer(model, share_prompts=False)
+    logprob_model = LogprobModel(model, use_prompt_sharing=False)
     batch = collate(samples, pad_token_id=0, device=CPU)
 
     def run() -> None:
         model.zero_grad()
-        _backward(scorer.score(model, batch, with_entropy=True).logprobs, samples)
+        _backward(logprob_model.logprobs(model, batch, with_entropy=True).logprobs, samples)
 
     return run
 
 
-def score_shared(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
+def score_shared(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """Our path with the prompt computed once."""
-    scorer = Scorer(model)
-    scorer.prepare(model, CPU)
-    if not scorer.shares_prompts:
+    logprob_model = LogprobModel(model)
+    logprob_model.prepare(model, CPU)
+    if not logprob_model.use_prompt_sharing:
         raise AssertionError("this model is scored with a copy of the prompt in every row: there is nothing to compare")
     batch = collate(samples, pad_token_id=0, device=CPU, packed=True)
 
     def run() -> None:
         model.zero_grad()
-        with scorer.attention():
-            _backward(scorer.score(model, batch, with_entropy=True).logprobs, samples)
+        with logprob_model.attention():
+            _backward(logprob_model.logprobs(model, batch, with_entropy=True).logprobs, samples)
 
     return run
 
 
-def score_full_logits(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
+def score_full_logits(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """The textbook way: logits of all completion positions at once."""
     batch = collate(samples, pad_token_id=0, device=CPU)
     keep = batch.completion_ids.shape[1] + 1

@@ -11,7 +11,7 @@ import pytest
 
 import grupo
 from grupo.config import GRPOConfig
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 CELLS = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
@@ -20,12 +20,12 @@ MESSAGES = [quoted for quoted in QUOTED if "…" in quoted or (quoted.endswith("
 
 
 def filled(part: ast.expr) -> str:
-    """A part of a string, … for what a run fills in; of `counted(number, noun)` the noun is known."""
+    """A part of a string, … for what a run fills in; of `pluralize(number, noun)` the noun is known."""
     if isinstance(part, ast.Constant):
         return str(part.value)
     value = part.value if isinstance(part, ast.FormattedValue) else part
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "counted":
-        return counted(2, ast.literal_eval(value.args[1])).replace("2", "…")
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "pluralize":
+        return pluralize(2, ast.literal_eval(value.args[1])).replace("2", "…")
     return "…"
 
 

@@ -46,7 +46,7 @@ from grupo.runs.model_card import model_card
 from grupo.runs.plots import REWARD_CURVE, reward_drawing, training_log
 from grupo.trainer import GRPOTrainer
 from grupo.trainer.memory_estimate import memory_estimate, shown
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -258,16 +258,16 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
     name = "SmolLM2-135M-Instruct (the default)" if recipe.model == "default" else recipe.model
     say(console, f"[bold]model[/]    {escape(name)}, {trainer.total_parameters / 1e6:.1f} M parameters, "
                  f"{trainer.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})")  # fmt: skip
-    say(console, f"[bold]task[/]     {escape(source)}: {counted(len(trainer.train_rows), 'training prompt')}, "
+    say(console, f"[bold]task[/]     {escape(source)}: {pluralize(len(trainer.train_rows), 'training prompt')}, "
                  f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
     for line in trainer.plan.describe():
         _say_line(console, line)
     trainer.told_plan = trainer.told_about_loss = True
     if trainer.reference is not None:
-        say(console, f"[bold]KL[/]       against {trainer.reference.says}")
+        say(console, f"[bold]KL[/]       against {trainer.reference.description}")
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
-    say(console, f"[bold]run[/]      {counted(steps, 'optimizer step')}, "
-                 f"{counted(steps * trainer.plan.completions_per_step, 'completion')}, "
+    say(console, f"[bold]run[/]      {pluralize(steps, 'optimizer step')}, "
+                 f"{pluralize(steps * trainer.plan.completions_per_step, 'completion')}, "
                  f"into {escape(str(trainer.run_folder.path))}")  # fmt: skip
 
 
@@ -348,7 +348,7 @@ def _card(
         folder=str(folder),
         base_model=base,
         is_adapter=hasattr(trainer.model, "peft_config"),
-        summary=f"{base}, {_primed(recipe)}trained for {counted(trainer.state.global_step, 'step')} of GRPO on "
+        summary=f"{base}, {_primed(recipe)}trained for {pluralize(trainer.state.global_step, 'step')} of GRPO on "
         f"{source}; rewards: {', '.join(trainer.rewards.names)}.",
         results=results,
         recipe=to_yaml(recipe, with_defaults=False),
@@ -419,9 +419,9 @@ def _with_reward(group: dict[str, Any]) -> str:
 
 def _shown(result: HeldOutResult, is_accuracy: bool) -> str:
     interval, prompts = result.interval, len(result.groups)
-    samples = counted(interval.n, "sample")
+    samples = pluralize(interval.n, "sample")
     if prompts < FEW_PROMPTS:
-        samples += f" of only {counted(prompts, 'prompt')}, too few for the interval to mean much"
+        samples += f" of only {pluralize(prompts, 'prompt')}, too few for the interval to mean much"
     if is_accuracy:
         return f"{interval.mean:.1%} (95 % interval {interval.low:.1%} to {interval.high:.1%}, {samples})"
     return f"{interval.mean:.2f} (95 % interval {interval.low:.2f} to {interval.high:.2f}, {samples})"

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from grupo.errors import ConfigError, ExportError, UnsupportedError, first_line
+from grupo.errors import ConfigError, ExportError, UnsupportedError, summarize_error
 from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source
-from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
+from grupo.models.inspect import base_model, name_of
+from grupo.models.load import load_policy, load_tokenizer
 from grupo.models.peft_io import find_adapter, fit_vocabulary, missing_weights
 from grupo.runs.folder import read_json
 from grupo.utils.hub import is_out_of_reach
@@ -301,7 +302,7 @@ def _tokenizer_of(folder: Path | None, model: Any, *, trust_remote_code: bool) -
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"The tokenizer in {folder} cannot be loaded: {first_line(error)} Bring its "
+                f"The tokenizer in {folder} cannot be loaded: {summarize_error(error)} Bring its "
                 "missing files back, or remove the others to take the one of the base model."
             ) from error
     try:

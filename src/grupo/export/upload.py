@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from grupo.errors import ConfigError, ExportError, first_line
+from grupo.errors import ConfigError, ExportError, summarize_error
 from grupo.export.source import ADAPTER_CONFIG
 from grupo.runs.folder import read_json
 from grupo.runs.model_card import card_from_files, for_hub, is_written
@@ -78,7 +78,7 @@ def retried(upload: Callable[[], T], folder: str | Path, repo_id: str, *, attemp
         try:
             return upload()
         except failures() as error:
-            reason = first_line(error)
+            reason = summarize_error(error)
             if is_refusal(error):
                 raise ConfigError(f"The Hub does not take the upload to {repo_id!r}: {reason}") from error
             if attempt == attempts:

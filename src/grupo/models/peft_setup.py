@@ -16,8 +16,9 @@ from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from grupo.errors import ConfigError, UnsupportedError, first_line
-from grupo.models.load import base_model, check_kind, prepared_for_adapter, vocabulary_size
+from grupo.errors import ConfigError, UnsupportedError, summarize_error
+from grupo.models.inspect import base_model, check_kind, vocabulary_size
+from grupo.models.load import prepared_for_adapter
 
 logger = logging.getLogger("grupo")
 
@@ -37,7 +38,7 @@ def lora_config(**settings: Any) -> LoraConfig:
     try:
         config = LoraConfig(task_type="CAUSAL_LM", **settings)
     except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(f"The adapter cannot be had with these settings: {first_line(error)}") from error
+        raise ConfigError(f"The adapter cannot be had with these settings: {summarize_error(error)}") from error
     check_adapter_config(config)
     return config
 
@@ -70,7 +71,7 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
             adapted = get_peft_model(prepared_for_adapter(model), peft_config)
     except (ValueError, TypeError, NotImplementedError, AttributeError, LookupError, re.error) as error:
         raise ConfigError(
-            f"The adapter cannot be added: {first_line(error)} The linear layers of this model are called "
+            f"The adapter cannot be added: {summarize_error(error)} The linear layers of this model are called "
             f"{', '.join(sorted(linear))}; 'all-linear' takes all but the head."
         ) from error
     _warn_of_tied_layers(adapted)

@@ -1,7 +1,7 @@
 """One rollout: prompts -> completions -> rewards -> advantages -> samples, over all ranks.
 
 Each rank samples and scores the completions that it will train on; only numbers (scores, lengths) travel between ranks,
-and `Slots` computes advantages from all of them on every rank.
+and `RolloutGroups` computes advantages from all of them on every rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 from grupo.data.prompts import Outcome, reward_columns
 from grupo.errors import RewardError, TrainingError
-from grupo.metrics import STEP_METRICS, AllGather, MetricSums, merged
+from grupo.metrics import STEP_METRICS, AllGather, MetricAccumulator, merge_metrics
 from grupo.rewards.execution.results import RewardFailure, RewardTable
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
-from grupo.rollout.groups import AdvantageSettings, Earnings, Refill, Round, Row, Slots
+from grupo.rollout.groups import AdvantageSettings, DynamicSampling, Earnings, RolloutGroups, Round, Row
 from grupo.sampling import SamplingSpec
-from grupo.types import Completion, Group, Prompt, RewardStatus, Rollout, Sample
+from grupo.types import Completion, Group, Prompt, RewardStatus, Rollout, TrainingSample
 
 logger = logging.getLogger("grupo")
 
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 class RolloutResult:
     """What one rank keeps of a rollout."""
 
-    samples: dict[int, Sample]
+    samples: dict[int, TrainingSample]
     """This rank's samples by completion number."""
     groups: tuple[Group, ...]
     """This rank's completions by prompt, for people to read."""
@@ -46,7 +46,7 @@ class RolloutResult:
     """Columns that reward functions logged with `log_extra`, one value per completion of `groups`."""
     outcomes: list[Outcome]
     """Of every prompt that was sampled, replaced ones included; of all ranks, the same on each."""
-    metrics: MetricSums
+    metrics: MetricAccumulator
     """Of all ranks, the same on each. Rewards and completions are those of everything that was sampled."""
     tokens: int
     """Sampled by all ranks, and those of the prompts, which count once per completion."""
@@ -100,7 +100,7 @@ class RolloutCollector:
         prompt_text: the rendered prompt, handed to reward functions that ask for `prompt_texts`.
         all_gather: one object from each rank, in rank order; called the same number of times on every rank.
         run_seed: together with the prompt's draw it decides what is sampled.
-        tells: says what failed, on all ranks; one of them should.
+        is_main_rank: says what failed, on all ranks; one of them should.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class RolloutCollector:
         prompt_text: Callable[[Prompt], str],
         all_gather: AllGather,
         run_seed: int,
-        tells: bool = True,
+        is_main_rank: bool = True,
     ) -> None:
         self.engine = engine
         self.rewards = rewards
         self.prompt_text = prompt_text
         self.all_gather = all_gather
         self.run_seed = run_seed
-        self.tells = tells
+        self.is_main_rank = is_main_rank
         self._told_about_abstentions = False
 
     def collect(
@@ -130,44 +130,48 @@ class RolloutCollector:
         sampling: SamplingSpec,
         settings: AdvantageSettings,
         trainer_state: Any = None,
-        purpose: str = "train",
+        seed_scope: str = "train",
         rows_at_once: int | None = None,
-        refill: Refill | None = None,
-        meanwhile: Callable[[dict[int, Sample]], None] | None = None,
+        dynamic_sampling: DynamicSampling | None = None,
+        meanwhile: Callable[[dict[int, TrainingSample]], None] | None = None,
     ) -> RolloutResult:
         """Collects one rollout.
 
         Args:
             prompts: (P,) all prompts of the rollout, the same on every rank.
             numbers: the completions of this rank, out of range(P * group_size).
-            purpose: keeps the random numbers of training and evaluation apart.
+            seed_scope: keeps the random numbers of training and evaluation apart.
             rows_at_once: most completions that the engine samples together; None: all of them.
-            refill: replaces groups without a signal, in their slots; None: they stay.
+            dynamic_sampling: replaces groups without a signal, in their slots; None: they stay.
             meanwhile: called once on every rank while rewards are awaited, with its samples by completion number; it
-                may use collectives. Not together with `refill`.
+                may use collectives. Not together with `dynamic_sampling`.
 
         Raises:
             RewardError: on every rank, if a reward function broke the contract on any of them, or failed too often.
             TrainingError: sampling or scoring raised something else on another rank; here it is raised as it is.
         """
-        slots = Slots(prompts, group_size=group_size, settings=settings)
+        slots = RolloutGroups(prompts, group_size=group_size, settings=settings)
 
         def sample(own: Sequence[int]) -> None:
             def generate() -> _Sampled:
-                return self._sampled(slots.prompts, own, group_size, sampling, purpose, rows_at_once)
+                return self._sampled(slots.prompts, own, group_size, sampling, seed_scope, rows_at_once)
 
             slots.add(self._round(generate, meanwhile, settings, trainer_state))
             _check_failures(slots.rounds, settings)
 
         sample(numbers)
-        while refill is not None and len(slots.rounds) <= refill.max_rounds and (dead := slots.without_signal()):
-            slots.replace(dead, refill.draw(len(dead)))
+        while (
+            dynamic_sampling is not None
+            and len(slots.rounds) <= dynamic_sampling.max_rounds
+            and (dead := slots.zero_variance_groups())
+        ):
+            slots.replace(dead, dynamic_sampling.draw(len(dead)))
             sample([number for number in numbers if number // group_size in dead])
-        rows, earnings = slots.everything_sampled()
+        rows, earnings = slots.all_completions()
         metrics = _metrics(rows, earnings, self.rewards.names)
-        if refill is not None:
+        if dynamic_sampling is not None:
             _refill_metrics(metrics, slots, sampled=len(rows) // group_size)
-        logged = merged(one.logged for one in slots.rounds)
+        logged = merge_metrics(one.logged for one in slots.rounds)
         _refuse_clashes(logged, metrics)
         metrics.merge(logged)
         return RolloutResult(
@@ -185,7 +189,7 @@ class RolloutCollector:
     def _round(
         self,
         generate: Callable[[], _Sampled],
-        meanwhile: Callable[[dict[int, Sample]], None] | None,
+        meanwhile: Callable[[dict[int, TrainingSample]], None] | None,
         settings: AdvantageSettings,
         trainer_state: Any,
     ) -> Round:
@@ -202,7 +206,7 @@ class RolloutCollector:
                 raise aside.error
         rows, logged, failures = self._exchange(part, error)
         assert part is not None
-        if self.tells:
+        if self.is_main_rank:
             self._tell(rows, failures)
         return Round(
             part.rollouts, part.table.extras, rows, logged, failures, part.seconds_generating, part.seconds_rewarding
@@ -214,7 +218,7 @@ class RolloutCollector:
         numbers: Sequence[int],
         group_size: int,
         sampling: SamplingSpec,
-        purpose: str,
+        seed_scope: str,
         rows_at_once: int | None,
     ) -> _Sampled:
         started = time.perf_counter()
@@ -222,7 +226,7 @@ class RolloutCollector:
         completions = [
             completion
             for start in range(0, len(numbers), chunk)
-            for completion in self._generate(prompts, numbers[start : start + chunk], group_size, sampling, purpose)
+            for completion in self._generate(prompts, numbers[start : start + chunk], group_size, sampling, seed_scope)
         ]
         own_prompts = [prompts[number // group_size] for number in numbers]
         return _Sampled(tuple(numbers), own_prompts, completions, time.perf_counter() - started)
@@ -240,7 +244,12 @@ class RolloutCollector:
         return _Part(rollouts, table, sampled.seconds, seconds)
 
     def _generate(
-        self, prompts: Sequence[Prompt], numbers: Sequence[int], group_size: int, sampling: SamplingSpec, purpose: str
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        group_size: int,
+        sampling: SamplingSpec,
+        seed_scope: str,
     ) -> list[Completion]:
         """This rank's completions, in the order of `numbers`."""
         numbers_of_prompt: dict[int, list[int]] = {}
@@ -248,9 +257,9 @@ class RolloutCollector:
             numbers_of_prompt.setdefault(number // group_size, []).append(number)
         requests = []
         for index, members in numbers_of_prompt.items():
-            prompt, places = prompts[index], tuple(number % group_size for number in members)
-            seeds = tuple(completion_seed(self.run_seed, purpose, prompt.id, place) for place in places)
-            requests.append(GenerationRequest(prompt, seeds, places))
+            prompt, group_indices = prompts[index], tuple(number % group_size for number in members)
+            seeds = tuple(completion_seed(self.run_seed, seed_scope, prompt.id, place) for place in group_indices)
+            requests.append(GenerationRequest(prompt, seeds, group_indices))
         completions: dict[int, Completion] = {}
         for members, group in zip(numbers_of_prompt.values(), self.engine.generate(requests, sampling), strict=True):
             completions.update(zip(members, group, strict=True))
@@ -295,7 +304,7 @@ class RolloutCollector:
 
     def _exchange(
         self, part: _Part | None, error: Exception | None
-    ) -> tuple[dict[int, Row], MetricSums, list[RewardFailure]]:
+    ) -> tuple[dict[int, Row], MetricAccumulator, list[RewardFailure]]:
         """Of all ranks: the rows by completion number, what reward functions logged, and how some of them failed.
 
         Raises:
@@ -318,7 +327,7 @@ class RolloutCollector:
         gathered = self.all_gather((own_rows, metrics, failures, _as_message(error)))
         rank_rows, rank_metrics, rank_failures, messages = zip(*gathered, strict=True)
         _raise_any(messages, error)
-        logged = MetricSums()
+        logged = MetricAccumulator()
         for metrics in rank_metrics:
             for name, values in metrics.items():
                 for value in values:
@@ -335,15 +344,15 @@ def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return None, error
 
 
-def _before_rewards(sampled: _Sampled, settings: AdvantageSettings) -> dict[int, Sample]:
+def _before_rewards(sampled: _Sampled, settings: AdvantageSettings) -> dict[int, TrainingSample]:
     """Samples by completion number, without advantages; in the loss are those that only a reward can take out of it."""
     return {
-        number: Sample(
+        number: TrainingSample(
             prompt_ids=prompt.token_ids,
             completion_ids=completion.token_ids,
             advantage=0.0,
             has_loss=not (settings.mask_truncated and completion.is_truncated),
-            group_is_live=False,
+            group_has_signal=False,
             behavior_logprobs=completion.behavior_logprobs,
             entropies=completion.entropies,
         )
@@ -352,7 +361,7 @@ def _before_rewards(sampled: _Sampled, settings: AdvantageSettings) -> dict[int,
 
 
 def _raise_any(messages: Sequence[tuple[bool, str] | None], error: Exception | None) -> None:
-    """Raises `error`, or the first that another rank tells of."""
+    """Raises `error`, or the first that another rank reports."""
     for rank, message in enumerate(messages):
         if message is not None:
             raise error or _error_of(rank, message)
@@ -389,15 +398,15 @@ def _outcomes(prompts: Sequence[Prompt], rows: Sequence[Row], earnings: Earnings
     return [(prompt, tuple(rewards[prompt.id])) for prompt in prompts]
 
 
-def _metrics(rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> MetricSums:
-    metrics = MetricSums()
+def _metrics(rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> MetricAccumulator:
+    metrics = MetricAccumulator()
     _length_metrics(metrics, rows)
     _reward_metrics(metrics, rows, earnings, names)
     _signal_metrics(metrics, rows, earnings)
     return metrics
 
 
-def _refuse_clashes(user_metrics: MetricSums, own: MetricSums) -> None:
+def _refuse_clashes(user_metrics: MetricAccumulator, own: MetricAccumulator) -> None:
     taken = STEP_METRICS | own.means().keys()
     for name in user_metrics.sums:
         if name in taken:
@@ -407,7 +416,7 @@ def _refuse_clashes(user_metrics: MetricSums, own: MetricSums) -> None:
             )
 
 
-def _length_metrics(metrics: MetricSums, rows: Sequence[Row]) -> None:
+def _length_metrics(metrics: MetricAccumulator, rows: Sequence[Row]) -> None:
     lengths = [row.completion_tokens for row in rows]
     _add_distribution(metrics, "completions/{}_length", lengths)
     _add_distribution(
@@ -416,7 +425,7 @@ def _length_metrics(metrics: MetricSums, rows: Sequence[Row]) -> None:
     metrics.add("completions/clipped_ratio", sum(row.truncated for row in rows) / len(rows), len(rows))
 
 
-def _reward_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> None:
+def _reward_metrics(metrics: MetricAccumulator, rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         scores = [score for row in rows if (score := row.scores[index]) is not None]
         if scores:
@@ -431,7 +440,7 @@ def _reward_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings
         metrics.add("reward_std", _std(totals), len(totals))
 
 
-def _signal_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings) -> None:
+def _signal_metrics(metrics: MetricAccumulator, rows: Sequence[Row], earnings: Earnings) -> None:
     live_of_group = {row.prompt_id: live for row, live in zip(rows, earnings.live, strict=True)}
     stds = zip(rows, earnings.group_std, strict=True)
     std_of_group = {row.prompt_id: std for row, std in stds if not math.isnan(std)}
@@ -443,15 +452,15 @@ def _signal_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings
         metrics.add("reward_within_group_std", sum(std_of_group.values()) / len(std_of_group), len(std_of_group))
 
 
-def _refill_metrics(metrics: MetricSums, slots: Slots, *, sampled: int) -> None:
-    count, dead = len(slots.prompts), len(slots.without_signal())
+def _refill_metrics(metrics: MetricAccumulator, slots: RolloutGroups, *, sampled: int) -> None:
+    count, dead = len(slots.prompts), len(slots.zero_variance_groups())
     metrics.add("dynamic_sampling/rounds", float(len(slots.rounds)))
     metrics.add("dynamic_sampling/groups", float(sampled))
     metrics.add_sum("dynamic_sampling/kept_share", float(count), float(sampled))
     metrics.add("dynamic_sampling/live_share", 1.0 - dead / count, count)
 
 
-def _add_distribution(metrics: MetricSums, pattern: str, values: Sequence[int]) -> None:
+def _add_distribution(metrics: MetricAccumulator, pattern: str, values: Sequence[int]) -> None:
     if values:
         metrics.add(pattern.format("mean"), sum(values) / len(values), len(values))
         metrics.add_min(pattern.format("min"), float(min(values)))

@@ -15,9 +15,9 @@ import torch
 
 from grupo.algo.advantages import compute_advantages
 from grupo.algo.selection import max_variance_subset
-from grupo.metrics import MetricSums
+from grupo.metrics import MetricAccumulator
 from grupo.rewards.execution.results import RewardFailure
-from grupo.types import Group, Prompt, RewardStatus, Rollout, Sample, group_by_prompt
+from grupo.types import Group, Prompt, RewardStatus, Rollout, TrainingSample, group_by_prompt
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AdvantageSettings:
 
 
 @dataclass(frozen=True)
-class Refill:
+class DynamicSampling:
     """Where groups without a signal are replaced from (dynamic sampling, DAPO, arXiv 2503.14476)."""
 
     draw: Callable[[int], Sequence[Prompt]]
@@ -80,7 +80,7 @@ class Round:
     """Columns that reward functions logged with `log_extra`, one value for each of `rollouts`."""
     rows: dict[int, Row]
     """Of all ranks, by completion number, in order."""
-    logged: MetricSums
+    logged: MetricAccumulator
     """What reward functions logged as numbers, of all ranks."""
     failures: list[RewardFailure]
     """How some reward functions failed, of all ranks."""
@@ -88,7 +88,7 @@ class Round:
     seconds_rewarding: float
 
 
-class Slots:
+class RolloutGroups:
     """The groups of one rollout. A group may leave its slot, and with it its completion numbers, to another one.
 
     Advantages are always those over the groups that stand in the slots now.
@@ -112,11 +112,11 @@ class Slots:
         # In order of their numbers: a later round only replaces what the first one has put in.
         self._rollouts.update(sampled.rollouts)
         self._rows.update(sampled.rows)
-        self._earnings = earnings_of(list(self._rows.values()), self.settings)
+        self._earnings = group_advantages(list(self._rows.values()), self.settings)
         self._position = {number: position for position, number in enumerate(self._rows)}
         self._in_loss = self._numbers_in_loss()
 
-    def without_signal(self) -> list[int]:
+    def zero_variance_groups(self) -> list[int]:
         """Slots whose group pulls the policy nowhere: none of its completions in the loss has an advantage."""
         pulling = {n // self.group_size for n in self._in_loss if self._earnings.advantages[self._position[n]] != 0.0}
         return [slot for slot in range(len(self.prompts)) if slot not in pulling]
@@ -128,15 +128,15 @@ class Slots:
         for slot, prompt in zip(slots, prompts, strict=True):
             self.prompts[slot] = prompt
 
-    def samples(self) -> dict[int, Sample]:
+    def samples(self) -> dict[int, TrainingSample]:
         """This rank's samples by completion number."""
         return {
-            number: Sample(
+            number: TrainingSample(
                 prompt_ids=rollout.prompt.token_ids,
                 completion_ids=rollout.completion.token_ids,
                 advantage=self._earnings.advantages[self._position[number]],
                 has_loss=number in self._in_loss,
-                group_is_live=self._earnings.live[self._position[number]],
+                group_has_signal=self._earnings.live[self._position[number]],
                 behavior_logprobs=rollout.completion.behavior_logprobs,
                 entropies=rollout.completion.entropies,
             )
@@ -157,10 +157,10 @@ class Slots:
                 values.update(zip(one.rollouts, one.extras.get(name, [None] * len(one.rollouts)), strict=True))
         return {name: list(values.values()) for name, values in latest.items()}
 
-    def everything_sampled(self) -> tuple[list[Row], Earnings]:
+    def all_completions(self) -> tuple[list[Row], Earnings]:
         """All completions, those of dropped groups included; rewards and liveness count here, not the advantages."""
         rows = list(itertools.chain.from_iterable(one.rows.values() for one in self.rounds))
-        return rows, self._earnings if len(self.rounds) == 1 else earnings_of(rows, self.settings)
+        return rows, self._earnings if len(self.rounds) == 1 else group_advantages(rows, self.settings)
 
     def _numbers_in_loss(self) -> set[int]:
         """Of all ranks: known reward, not masked, and among the chosen ones of its group."""
@@ -190,7 +190,7 @@ class Slots:
         )
 
 
-def earnings_of(rows: Sequence[Row], settings: AdvantageSettings) -> Earnings:
+def group_advantages(rows: Sequence[Row], settings: AdvantageSettings) -> Earnings:
     scores = torch.tensor(
         [[float("nan") if score is None else score for score in row.scores] for row in rows], dtype=torch.float64
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 logger = logging.getLogger("grupo")
 
@@ -121,7 +121,7 @@ def check_same_run(
     if unknown:
         raise ConfigError(
             f"accept_changes names {', '.join(map(repr, unknown))}, which cannot change within a run."
-            f"{nearest(unknown[0], ACCEPTABLE)} What can: {', '.join(sorted(ACCEPTABLE))}."
+            f"{did_you_mean(unknown[0], ACCEPTABLE)} What can: {', '.join(sorted(ACCEPTABLE))}."
         )
     now = json.loads(json.dumps(now))
     changed = {name: f"{name} was {_short(saved[name])} and is {_short(now[name])}"

@@ -7,7 +7,7 @@ from typing import Any
 from grupo.data.decontamination import normalised
 from grupo.errors import ConfigError
 from grupo.rewards.verifiers.puzzles import import_reasoning_gym
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 PREFIX = "reasoning-gym:"
 DRAWS_PER_ITEM = 20
@@ -24,7 +24,9 @@ def gym_rows(name: str, seed: int, count: int, level: int | None, settings: dict
     from reasoning_gym.factory import CURRICULA, DATASETS
 
     if name not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no task {name!r}.{nearest(name, DATASETS)} It has {len(DATASETS)} tasks.")
+        raise ConfigError(
+            f"reasoning-gym has no task {name!r}.{did_you_mean(name, DATASETS)} It has {len(DATASETS)} tasks."
+        )
     size = {"seed": seed, "size": DRAWS_PER_ITEM * count}
     dataset_class, config_class = DATASETS[name]
     try:

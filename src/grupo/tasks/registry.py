@@ -17,7 +17,7 @@ from grupo.tasks import generators
 from grupo.tasks.generators import Generator, Item
 from grupo.tasks.reasoning_gym import PREFIX, gym_rows
 from grupo.tasks.word_problems import word_problems
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 Row = dict[str, Any]
 
@@ -54,7 +54,8 @@ def make_task(name: str, seed: int = 0, **arguments: Any) -> Task:
         factory = TASKS[name]
     else:
         raise ConfigError(
-            f"There is no task {name!r}.{nearest(name, TASKS)} Built-in tasks: {', '.join(TASKS)}; and {PREFIX}NAME."
+            f"There is no task {name!r}.{did_you_mean(name, TASKS)} Built-in tasks: {', '.join(TASKS)}; and "
+            f"{PREFIX}NAME."
         )
     try:
         inspect.signature(factory).bind(seed, **arguments)

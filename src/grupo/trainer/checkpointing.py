@@ -31,7 +31,7 @@ from grupo.runs.resume_check import check_same_run
 from grupo.runs.stop_signals import StopSignals
 from grupo.trainer.hub import HubTrainer
 from grupo.trainer.rollout_window import load_state, save_state
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -287,8 +287,8 @@ class ResumableTrainer(HubTrainer):
             raise ConfigError(f"The checkpoint {folder} has weights alone: it was made with save_only_model=True.")
         if marker["world_size"] != self.args.world_size:
             raise ConfigError(
-                f"The checkpoint {folder} was written by {counted(marker['world_size'], 'process')}, and this run has "
-                f"{self.args.world_size}: each process goes on with its own completions. Start it with "
+                f"The checkpoint {folder} was written by {pluralize(marker['world_size'], 'process')}, and this run "
+                f"has {self.args.world_size}: each process goes on with its own completions. Start it with "
                 f"{marker['world_size']}."
             )
         check_same_run(folder, marker["settings"], self.run_settings(), accept_changes)

@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
-from grupo.models.load import base_model, vocabulary_size
+from grupo.models.inspect import base_model, vocabulary_size
 from grupo.models.memory import TRIM_EVERY_LAYERS, Sizes, activation_bytes_per_token, token_budget
 from grupo.models.quantization import dense_bytes, number_of_weights
 from grupo.models.shared_prompt_attention import KEPT_MASKS, QUERY_BLOCK, why_not_packed
@@ -27,7 +27,7 @@ from grupo.rollout.local.decoders import PREFILL_TOKENS
 from grupo.rollout.local.engine import COPY_HEADROOM, most_rows
 from grupo.rollout.local.inference_copy import copied_bytes
 from grupo.rollout.local.kv_cache import SPARE_COLUMNS, columns_for
-from grupo.types import Sample
+from grupo.types import TrainingSample
 
 BYTES_PER_WEIGHT = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """NF4 with its scales: a byte for 64 weights, four for 256 of those (arXiv:2305.14314)."""
@@ -305,17 +305,18 @@ class _Run:
         prompts = [(number, *[0] * (self.prompt - 1)) for number in range(own)]
         ids = (0,) * self.completion
         samples = [
-            Sample(prompts[place // self.plan.num_generations], ids, 1.0, True, True, None) for place in range(own)
+            TrainingSample(prompts[place // self.plan.num_generations], ids, 1.0, True, True, None)
+            for place in range(own)
         ]
 
-        def size(batch: Sequence[Sample]) -> int:
+        def size(batch: Sequence[TrainingSample]) -> int:
             times = len({id(sample.prompt_ids) for sample in batch}) if packed else len(batch)
             return times * self.prompt + len(batch) * self.completion
 
         batches = micro_batches(
             samples,
             self.plan.micro_batch_size,
-            row_tokens=self.config.micro_batch_tokens or self.prompt + self.completion,
+            max_sequence_tokens=self.config.micro_batch_tokens or self.prompt + self.completion,
             token_budget=budget,
             packed=packed,
         )

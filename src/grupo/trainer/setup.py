@@ -23,16 +23,17 @@ from grupo.config.validation import SAMPLING_FIELDS
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
-from grupo.models.load import check_causal, load_tokenizer
+from grupo.models.inspect import check_causal
+from grupo.models.load import load_tokenizer
 from grupo.models.load_options import Asked
 from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, weight_sums
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
-from grupo.rollout.groups import AdvantageSettings, Refill
+from grupo.rollout.groups import AdvantageSettings, DynamicSampling
 from grupo.runs.folder import read_json
 from grupo.runs.resume_check import FREE, WATCHED
-from grupo.utils.messages import counted, nearest
+from grupo.utils.messages import did_you_mean, pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -107,8 +108,8 @@ class UnchangedIsTold(TrainerCallback):
             reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
             logger.warning(
                 "%s changed none of the %s: %s. The saved model is the one that training began with.",
-                counted(steps, "optimizer step"),
-                counted(len(self._start), "trainable parameter"),
+                pluralize(steps, "optimizer step"),
+                pluralize(len(self._start), "trainable parameter"),
                 reason,
             )
 
@@ -200,8 +201,8 @@ def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
     if missing:
         raise ConfigError(
             f"The optimizer in `optimizers` lacks {missing} of the model's "
-            f"{counted(len(trainable), 'trainable parameter')}, which would never move. Make it from the model that is "
-            "trained, after its adapter was added; freeze what is not to be trained with requires_grad_(False)."
+            f"{pluralize(len(trainable), 'trainable parameter')}, which would never move. Make it from the model that "
+            "is trained, after its adapter was added; freeze what is not to be trained with requires_grad_(False)."
         )
 
 
@@ -247,8 +248,8 @@ def reward_runner(
     rewards = RewardRunner(functions, timeout=config.reward_timeout)
     if config.reward_weights is not None and len(config.reward_weights) != len(rewards.names):
         raise ConfigError(
-            f"reward_weights has {counted(len(config.reward_weights), 'number')} for "
-            f"{counted(len(rewards.names), 'reward function')} "
+            f"reward_weights has {pluralize(len(config.reward_weights), 'number')} for "
+            f"{pluralize(len(rewards.names), 'reward function')} "
             f"({', '.join(rewards.names)}). Give one weight per function, in the same order."
         )
     if config.reward_weights is not None and not any(config.reward_weights):
@@ -286,12 +287,12 @@ def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPl
     return AdaptiveStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
 
 
-def refill(config: GRPOConfig, stream: PromptStream) -> Refill | None:
+def make_dynamic_sampling(config: GRPOConfig, stream: PromptStream) -> DynamicSampling | None:
     """Where groups without a signal are replaced from; None: they are not."""
     if not config.dynamic_sampling:
         return None
     assert isinstance(stream, AdaptiveStream)
-    return Refill(stream.draw, config.dynamic_sampling_max_rounds)
+    return DynamicSampling(stream.draw, config.dynamic_sampling_max_rounds)
 
 
 def objective(config: GRPOConfig) -> Objective:
@@ -384,7 +385,7 @@ def check_watched_metric(watched: str | None, metrics: Mapping[str, float], rewa
             "the reward functions abstained on all of them. Evaluation needs prompts that a reward applies to."
         )
     raise ConfigError(
-        f"metric_for_best_model={watched!r} is no metric of an evaluation.{nearest(name, metrics)} It has "
+        f"metric_for_best_model={watched!r} is no metric of an evaluation.{did_you_mean(name, metrics)} It has "
         f"{', '.join(sorted(metrics))}."
     )
 

@@ -14,13 +14,14 @@ from safetensors import SafetensorError
 
 from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, DataError
-from grupo.models.load import context_length, ids_of_stop_texts, load_tokenizer, stop_token_ids
+from grupo.models.inspect import context_length, ids_of_stop_texts, stop_token_ids
+from grupo.models.load import load_tokenizer
 from grupo.models.load_options import asked_of
 from grupo.models.peft_setup import undone_on_error
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
-from grupo.sampling_params import RequestedSampling, SamplingParams, requested_sampling
+from grupo.sampling_params import SamplingOverrides, SamplingParams, requested_sampling
 from grupo.types import Completion, Prompt
 
 
@@ -177,7 +178,7 @@ def _limit(model: Any) -> int | None:
 
 
 def _sampled(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], requested: RequestedSampling, limit: int | None
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], requested: SamplingOverrides, limit: int | None
 ) -> list[list[Completion]]:
     seed = int(torch.randint(2**62, ())) if requested.seed is None else requested.seed
     engine = LocalEngine(
@@ -197,7 +198,7 @@ def _sampled(
     return [found[prompt.id] for prompt in prompts]
 
 
-def _room(prompt: Prompt, requested: RequestedSampling, limit: int | None) -> int:
+def _room(prompt: Prompt, requested: SamplingOverrides, limit: int | None) -> int:
     """Tokens of a completion, at most."""
     wanted = requested.max_tokens if requested.max_tokens_given else SamplingParams.max_tokens
     room = None if limit is None else limit - len(prompt.token_ids)

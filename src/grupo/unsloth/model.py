@@ -16,21 +16,15 @@ import torch
 from torch import nn
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.models.load import (
-    base_model,
-    context_length,
-    device_dtype,
-    dtype_named,
-    load_tokenizer,
-    supports_bfloat16,
-)
+from grupo.models.inspect import base_model, context_length
+from grupo.models.load import device_dtype, dtype_named, load_tokenizer, supports_bfloat16
 from grupo.models.load_options import Asked, ask, asked_of
 from grupo.models.peft_io import find_adapter, load_named
 from grupo.models.peft_setup import add_adapter, lora_config
 from grupo.models.quantization import quantization_config, spare_evaluation_mode
 from grupo.runs.latest import newest_model
 from grupo.unsloth import arguments, generation, saving
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -306,7 +300,7 @@ def _layers(model: Any, wanted: Sequence[int] | int | None, last: int | None) ->
         raise ConfigError("layers_to_transform and finetune_last_n_layers say the same: set one of them.")
     count = base_model(model).config.get_text_config().num_hidden_layers
     if not 1 <= last <= count:
-        raise ConfigError(f"finetune_last_n_layers={last}: the model has {counted(count, 'layer')}.")
+        raise ConfigError(f"finetune_last_n_layers={last}: the model has {pluralize(count, 'layer')}.")
     return list(range(count - last, count))
 
 

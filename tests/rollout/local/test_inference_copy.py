@@ -8,13 +8,13 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from families import family_model
 from grupo.policy.batching import collate
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine, _without_holes
 from grupo.rollout.local.fused_layer import DecodingLayer
 from grupo.rollout.local.inference_copy import decoding_copy
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 from tiny import tiny_model
 
 IDS = torch.arange(10, 30)[None]
@@ -180,11 +180,11 @@ def test_long_completions_move_through_the_cache():
     one = LocalEngine(model, decode=lambda ids: "", stop_token_ids=(1,), max_rows=2)
     groups = one.generate(requests(2), SamplingSpec(max_new_tokens=300))
     for prompt, group in zip(PROMPTS, groups, strict=True):
-        samples = [Sample(prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs) for c in group]
+        samples = [TrainingSample(prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs) for c in group]
         batch = collate(samples, pad_token_id=2, device=torch.device("cpu"))
         model.eval()
         with torch.no_grad():
-            scored = Scorer(model).score(model, batch).logprobs
+            scored = LogprobModel(model).logprobs(model, batch).logprobs
         torch.testing.assert_close(scored, batch.behavior_logprobs, rtol=0, atol=1e-4)
 
 

@@ -21,7 +21,7 @@ from grupo.rewards.execution.runner import RewardRunner
 from grupo.rewards.library.format import Tagged
 from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
 from grupo.rewards.verifiers.base import GoldVerifier, reward_from
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 
 def check_rewards(
@@ -59,7 +59,8 @@ def check_rewards(
     functions = wrap_reward_models(rewards)
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
-            f"weights has {counted(len(weights), 'number')} for {counted(len(functions), 'reward')}; give one for each."
+            f"weights has {pluralize(len(weights), 'number')} for {pluralize(len(functions), 'reward')}; give one for "
+            "each."
         )
     if weights is not None and not all(isinstance(weight, Real) and math.isfinite(weight) for weight in weights):
         raise ConfigError(f"weights={list(weights)!r:.80} are no finite numbers; give one for each reward.")

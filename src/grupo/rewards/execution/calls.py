@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any
 
 from grupo.errors import ConfigError, RewardError
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -136,13 +136,14 @@ class CallLog:
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
             raise RewardError(
                 f"Reward function '{self.name}' called log_extra('{column}', ...) with a {type(values).__name__}; it "
-                f"takes a list of {counted(self.count, 'value')}, one per completion."
+                f"takes a list of {pluralize(self.count, 'value')}, one per completion."
             )
         values = list(values.tolist() if hasattr(values, "tolist") else values)
         if len(values) != self.count:
             raise RewardError(
                 f"Reward function '{self.name}' called log_extra('{column}', ...) with "
-                f"{counted(len(values), 'value')} for {counted(self.count, 'completion')}; it takes one per completion."
+                f"{pluralize(len(values), 'value')} for {pluralize(self.count, 'completion')}; it takes one per "
+                "completion."
             )
         self.extras[column] = values
 

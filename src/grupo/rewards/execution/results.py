@@ -11,7 +11,7 @@ from typing import Any, Literal
 from grupo.errors import RewardError
 from grupo.rewards.execution.calls import RewardCall, as_number
 from grupo.types import RewardStatus
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 FailureKind = Literal["exception", "timeout", "non_finite"]
 
@@ -108,7 +108,7 @@ def _status(value: float | None) -> RewardStatus:
 
 def _returned_values(returned: Any, count: int, name: str) -> list[float | None]:
     """The n numbers or Nones that a function returned, not necessarily finite."""
-    expected = f"a list of {counted(count, 'number')}, one per completion (None abstains)"
+    expected = f"a list of {pluralize(count, 'number')}, one per completion (None abstains)"
     if returned is None:
         raise RewardError(f"Reward function '{name}' returned None instead of {expected}. Does it lack a return?")
     if isinstance(returned, Awaitable):
@@ -120,8 +120,8 @@ def _returned_values(returned: Any, count: int, name: str) -> list[float | None]
     values = _as_list(returned, count, name, expected)
     if len(values) != count:
         raise RewardError(
-            f"Reward function '{name}' returned {counted(len(values), 'reward')} for "
-            f"{counted(count, 'completion')}; it must return {expected}."
+            f"Reward function '{name}' returned {pluralize(len(values), 'reward')} for "
+            f"{pluralize(count, 'completion')}; it must return {expected}."
         )
     numbers: list[float | None] = []
     for index, value in enumerate(values):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grupo.errors import ConfigError, first_line
+from grupo.errors import ConfigError, summarize_error
 from grupo.rewards.execution.runner import is_model
 from grupo.utils.hub import is_out_of_reach
 
@@ -255,7 +255,7 @@ def _load(name: str, *, trust_remote_code: bool) -> Any:
         )
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a head with another number of labels
         raise ConfigError(
-            f"The reward model {name!r} cannot be loaded: {first_line(error)} A string in reward_funcs names a "
+            f"The reward model {name!r} cannot be loaded: {summarize_error(error)} A string in reward_funcs names a "
             "sequence-classification model with one label: a folder, or a name on the Hub."
         ) from error
     missing = sorted(report["missing_keys"])
