@@ -26,7 +26,7 @@ from grupo.models.quantization import (
     quantized_layers,
 )
 from grupo.policy.batching import collate
-from grupo.policy.logprob_model import Scorer, dropout_off
+from grupo.policy.logprob_model import LogprobModel, disable_dropout
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.local.inference_copy import make_inference_copy
@@ -96,14 +96,14 @@ def gap(model, groups, asked):
         for request, group in zip(asked, groups, strict=True)
         for c in group
     ]
-    scorer = Scorer(model)
+    logprob_model = LogprobModel(model)
     model.train()
-    with torch.no_grad(), dropout_off(model):
-        scorer.prepare(model, CPU)
-        batch = collate(samples, pad_token_id=2, device=CPU, packed=bool(scorer.shares_prompts))
-        with scorer.attention():
-            scored = scorer.score(model, batch).logprobs
-    assert scorer.shares_prompts and scorer.reads_hidden_states
+    with torch.no_grad(), disable_dropout(model):
+        logprob_model.prepare(model, CPU)
+        batch = collate(samples, pad_token_id=2, device=CPU, packed=bool(logprob_model.use_prompt_sharing))
+        with logprob_model.attention():
+            scored = logprob_model.logprobs(model, batch).logprobs
+    assert logprob_model.use_prompt_sharing and logprob_model.reads_hidden_states
     return float((scored - batch.behavior_logprobs).abs().max())
 
 

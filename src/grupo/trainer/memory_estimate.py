@@ -316,7 +316,7 @@ class _Run:
         batches = micro_batches(
             samples,
             self.plan.micro_batch_size,
-            row_tokens=self.config.micro_batch_tokens or self.prompt + self.completion,
+            max_sequence_tokens=self.config.micro_batch_tokens or self.prompt + self.completion,
             token_budget=budget,
             packed=packed,
         )

@@ -30,7 +30,7 @@ from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, paramet
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
 from grupo.rewards.execution.runner import RewardFunctions, RewardRunner
 from grupo.rewards.library.reward_model import with_reward_models
-from grupo.rollout.groups import AdvantageSettings, Refill
+from grupo.rollout.groups import AdvantageSettings, DynamicSampling
 from grupo.runs.folder import read_json
 from grupo.runs.resume_check import FREE, WATCHED
 from grupo.utils.messages import did_you_mean, pluralize
@@ -287,12 +287,12 @@ def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPl
     return AdaptiveStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
 
 
-def refill(config: GRPOConfig, stream: PromptStream) -> Refill | None:
+def make_dynamic_sampling(config: GRPOConfig, stream: PromptStream) -> DynamicSampling | None:
     """Where groups without a signal are replaced from; None: they are not."""
     if not config.dynamic_sampling:
         return None
     assert isinstance(stream, AdaptiveStream)
-    return Refill(stream.draw, config.dynamic_sampling_max_rounds)
+    return DynamicSampling(stream.draw, config.dynamic_sampling_max_rounds)
 
 
 def objective(config: GRPOConfig) -> Objective:
