@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.export import merge
-from grupo.models.peft_io import find_adapter, is_blank, load_with_adapter, save_adapter
+from grupo.models.peft_io import find_adapter, is_zero_init, load_with_adapter, save_adapter
 from grupo.models.peft_setup import add_adapter, add_tokens
 from grupo.policy.reference import AdapterDisabledReference, ReferencePolicy
 from grupo.recipes.build import fresh_adapter, with_start
@@ -355,7 +355,7 @@ def test_training_that_changes_nothing_is_told(tmp_path: Path, caplog: pytest.Lo
     trainer = make(tmp_path, None, peft_config=lora(), learning_rate=0.0)
     before = snapshot(trainer.model)
     train(trainer)
-    assert unchanged(trainer.model, before) and is_blank(trainer.model)
+    assert unchanged(trainer.model, before) and is_zero_init(trainer.model)
     assert "1 optimizer step changed none of the 8 trainable parameters: learning_rate is 0" in caplog.text
     caplog.clear()
     dead = make_trainer(tmp_path / "dead", lambda completions, **_: [1.0] * len(completions), peft_config=lora())
@@ -376,7 +376,7 @@ def test_training_that_changes_nothing_is_told(tmp_path: Path, caplog: pytest.Lo
     ],
 )
 def test_blank_adapters(config: Any, blank: bool) -> None:
-    assert is_blank(get_peft_model(tiny_model(), config)) == blank
+    assert is_zero_init(get_peft_model(tiny_model(), config)) == blank
 
 
 def test_a_blank_adapter_is_told_when_it_is_loaded(

@@ -13,7 +13,7 @@ from transformers.utils.logging import set_verbosity_error
 from grupo.config import GRPOConfig
 from grupo.errors import ConfigError
 from grupo.models.default_model import default_model_path
-from grupo.models.load import device_dtype, dtype_named
+from grupo.models.load import device_dtype, parse_dtype
 from grupo.models.peft_io import find_adapter
 from grupo.models.peft_setup import lora_config
 from grupo.models.quantization import quantization_config
@@ -75,7 +75,7 @@ def quantization(recipe: Recipe) -> Any:
     """
     if recipe.quantization is None:
         return None
-    dtype = device_dtype() if recipe.dtype is None else dtype_named(recipe.dtype)
+    dtype = device_dtype() if recipe.dtype is None else parse_dtype(recipe.dtype)
     return quantization_config(recipe.quantization, dtype, asked=f"quantization: {recipe.quantization}")
 
 

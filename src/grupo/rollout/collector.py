@@ -283,7 +283,7 @@ class RolloutCollector:
             columns=reward_columns(prompts),
             trainer_state=trainer_state,
             prompt_texts=[self.prompt_text(prompt) for prompt in prompts],
-            meanwhile=meanwhile,
+            while_waiting=meanwhile,
         )
 
     def _tell(self, rows: Mapping[int, Row], failures: Sequence[RewardFailure]) -> None:
@@ -292,7 +292,7 @@ class RolloutCollector:
         for failure in failures:
             logger.warning(
                 "Reward function %s: its reward failed on %d of %d completions, which are left out of the loss.%s",
-                failure.message, len(failure.rows), count, f"\n{failure.traceback}" if failure.traceback else "",
+                failure.message, len(failure.indices), count, f"\n{failure.traceback}" if failure.traceback else "",
             )  # fmt: skip
         abstained = sum(set(row.statuses) == {RewardStatus.ABSTAINED} for row in rows.values())
         if abstained and not self._told_about_abstentions:

@@ -25,11 +25,11 @@ from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
 from grupo.models.inspect import check_causal
 from grupo.models.load import load_tokenizer
-from grupo.models.load_options import Asked
-from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, weight_sums
+from grupo.models.load_options import LoadOptions
+from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, parameter_checksums
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
-from grupo.rewards.execution.runner import RewardFunctions, RewardRunner
-from grupo.rewards.library.reward_model import with_reward_models
+from grupo.rewards.execution.runner import RewardRunner
+from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
 from grupo.rollout.groups import AdvantageSettings, DynamicSampling
 from grupo.runs.resume_check import IGNORED, METRIC_DRIVEN
 from grupo.utils.files import read_json
@@ -64,7 +64,7 @@ class _StepArguments(GRPOConfig):
         return {**super().to_dict(), "gradient_accumulation_steps": self.users_gradient_accumulation_steps}
 
 
-def one_item_per_step(config: GRPOConfig, asked: Asked) -> GRPOConfig:
+def one_item_per_step(config: GRPOConfig, asked: LoadOptions) -> GRPOConfig:
     """A copy with accumulation 1, and checkpointing as the model was asked for where `config` leaves it open.
 
     `dataclasses.replace` would run `__post_init__` again and reset accelerate.
@@ -80,7 +80,7 @@ def one_item_per_step(config: GRPOConfig, asked: Asked) -> GRPOConfig:
     return args
 
 
-def _set_checkpointing(args: GRPOConfig, asked: Asked) -> None:
+def _set_checkpointing(args: GRPOConfig, asked: LoadOptions) -> None:
     names = {f"{kind}_checkpointing{end}" for kind in ("gradient", "activation") for end in ("", "_kwargs")}
     if names & args.explicit_fields:
         if bool(args.gradient_checkpointing) != asked.checkpointing:
@@ -100,11 +100,11 @@ class UnchangedIsTold(TrainerCallback):
     """Says so where training has left every weight as it was: the saved model would be the one that was loaded."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._start, self._first_step = weight_sums(model), state.global_step
+        self._start, self._first_step = parameter_checksums(model), state.global_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         steps = state.global_step - self._first_step
-        if steps and weight_sums(model) == self._start:
+        if steps and parameter_checksums(model) == self._start:
             reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
             logger.warning(
                 "%s changed none of the %s: %s. The saved model is the one that training began with.",
@@ -239,7 +239,7 @@ def reward_runner(
 ) -> RewardRunner:
     if reward_funcs is None:
         raise ConfigError("GRPOTrainer needs reward_funcs: one function, or a list of functions, of the completions.")
-    functions = with_reward_models(
+    functions = wrap_reward_models(
         reward_funcs,
         reward_processing_classes,
         chat_template_kwargs=mapping(config.chat_template_kwargs),
