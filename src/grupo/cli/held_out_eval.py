@@ -86,6 +86,6 @@ class Evaluation:
             "samples_per_prompt": self.samples_per_prompt,
             "temperature": self.sampling.temperature,
             "max_completion_length": self.sampling.max_new_tokens,
-            "rewards": self.trainer.rewards.identities,
+            "rewards": self.trainer.rewards.fingerprints,
             "reward_weights": self.config.reward_weights,
         }

@@ -244,7 +244,7 @@ class RolloutCollector:
             columns=reward_columns(prompts),
             trainer_state=trainer_state,
             prompt_texts=[self.prompt_text(prompt) for prompt in prompts],
-            meanwhile=overlapped,
+            while_waiting=overlapped,
         )
 
     def _exchange(
@@ -286,7 +286,7 @@ class RolloutCollector:
             logger.warning(
                 "Reward function %s: no reward for %d of %d completions, which are left out of the loss.%s",
                 failure.message,
-                len(failure.rows),
+                len(failure.indices),
                 len(stats),
                 f"\n{failure.traceback}" if failure.traceback else "",
             )
