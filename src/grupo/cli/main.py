@@ -265,7 +265,7 @@ def _env(options: argparse.Namespace) -> int:
 
     import torch
 
-    from grupo.runs.folder import PACKAGES, installed_version
+    from grupo.runs.manifest import PACKAGES, installed_version
 
     print(f"grupo {__version__}, Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} CPU cores")
     for package in PACKAGES:

@@ -8,6 +8,7 @@ reads the first number of a text without its sign, and `countdown` evaluates the
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from grupo.data.decontamination import normalised
 from grupo.errors import ConfigError
 from grupo.rewards.verifiers.puzzles import countdown_fault, import_reasoning_gym
 from grupo.tasks import Row, Task, check_levels, user_prompt
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 PREFIX = "reasoning-gym:"
 DRAWS_PER_ITEM = 20
@@ -69,7 +70,7 @@ def gym_task(
     if not isinstance(settings, Mapping):
         raise ConfigError(f"Task {PREFIX + name!r}: settings={settings!r:.80} is not a mapping of names to values.")
     size = DRAWS_PER_ITEM * (train + held_out)
-    items = _items(_dataset(name, settings, level, seed, size), size, level, _whole_entry)
+    items = _items(_dataset(name, settings, level, seed, size), size, level, functools.partial(_whole_entry, name))
     rows = _take(PREFIX + name, items, train + held_out, level, set())
     return Task(
         name=PREFIX + name,
@@ -123,7 +124,9 @@ def _dataset(name: str, settings: Mapping[str, Any], level: int | None, seed: in
     from reasoning_gym.factory import CURRICULA, DATASETS
 
     if name not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no task {name!r}.{nearest(name, DATASETS)} It has {len(DATASETS)} tasks.")
+        raise ConfigError(
+            f"reasoning-gym has no task {name!r}.{did_you_mean(name, DATASETS)} It has {len(DATASETS)} tasks."
+        )
     if level is not None and name not in CURRICULA:
         raise ConfigError(f"level={level}: the task {name!r} of reasoning-gym has no levels. Leave level out.")
     dataset_class, config_class = DATASETS[name]
@@ -177,7 +180,8 @@ def _take(name: str, items: Iterator[Item], count: int, level: int | None, taken
 # From entries to items -----------------------------------------------------------------------------------------------
 
 
-def _whole_entry(entry: Entry, level: int | None) -> Item:
+def _whole_entry(name: str, entry: Entry, level: int | None) -> Item:
+    entry["metadata"].setdefault("source_dataset", name)
     return Item(entry["question"], entry["answer"], normalised(entry["question"]), {"entry": entry})
 
 

@@ -14,7 +14,7 @@ from grupo.tasks import Task
 from grupo.tasks.reasoning_gym import BUILT_IN, PREFIX, built_in_task, gym_task
 from grupo.tasks.short_stories import short_stories
 from grupo.tasks.times_tables import times_tables
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
     {
@@ -45,7 +45,7 @@ def make_task(name: str, seed: int = 0, **arguments: Any) -> Task:
         factory = TASKS[name]
     else:
         raise ConfigError(
-            f"There is no task {name!r}.{nearest(name, TASKS)} Built-in tasks: {', '.join(TASKS)}; and {PREFIX}NAME."
+            f"There is no task {name!r}.{did_you_mean(name, TASKS)} Built-in tasks: {', '.join(TASKS)}; and {PREFIX}NAME."
         )
     try:
         inspect.signature(factory).bind(seed, **arguments)

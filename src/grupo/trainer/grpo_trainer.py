@@ -39,34 +39,34 @@ from grupo.data.prompts import (
     tokenize_rows,
 )
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.metrics import MetricSums, merged
-from grupo.models.load import (
-    adapter_settings,
+from grupo.metrics import MetricAccumulator, merge_metrics
+from grupo.models.inspect import (
     base_model,
     check_stop_token_ids,
     check_trainable,
     context_length,
-    ids_of_stop_texts,
-    let_gradients_in,
-    name_of,
+    describe_adapter,
+    encode_stop_strings,
+    model_name_or_path,
     quantization,
     stop_token_ids,
     vocabulary_size,
 )
-from grupo.models.load_options import asked_of
+from grupo.models.load import enable_input_grads
+from grupo.models.load_options import load_options
 from grupo.models.memory import default_token_budget
-from grupo.models.peft_io import warn_of_vocabulary
-from grupo.policy.forward_backward import PolicyUpdate, UpdateResult
-from grupo.policy.logprob_model import Scorer, dropout_off
+from grupo.models.peft_io import check_vocab_consistency
+from grupo.policy.forward_backward import ForwardBackward, StepResult
+from grupo.policy.logprob_model import LogprobModel, disable_dropout
 from grupo.policy.reference import ReferencePolicy, reference_policy
-from grupo.rewards.execution.runner import RewardFunctions
+from grupo.rewards.library.reward_model import RewardFunctions
 from grupo.rollout.collector import RolloutCollector, RolloutResult
 from grupo.rollout.engine import Engine
 from grupo.rollout.local.engine import LocalEngine
-from grupo.rollout.schedule import deal, even_share
+from grupo.rollout.schedule import rank_slice, schedule_completions
 from grupo.runs.completions_table import CompletionTable
-from grupo.runs.folder import RunFolder, check_can_be_written
-from grupo.runs.latest import newest_model
+from grupo.runs.folder import RunFolder, check_writable
+from grupo.runs.latest import resolve_latest
 from grupo.trainer.checkpointing import ResumableTrainer
 from grupo.trainer.health import GradientGuard, SamplerCheck, SignalCheck
 from grupo.trainer.rollout_window import Window
@@ -80,6 +80,7 @@ from grupo.trainer.setup import (
     compared_settings,
     dataset_length,
     entropy_controller,
+    make_dynamic_sampling,
     mapping,
     named_datasets,
     objective,
@@ -88,12 +89,11 @@ from grupo.trainer.setup import (
     plain_datasets,
     policy,
     prompt_stream,
-    refill,
     refuse_unsupported,
     reward_runner,
     warn_of_rounding,
 )
-from grupo.types import Sample
+from grupo.types import TrainingSample
 
 logger = logging.getLogger("grupo")
 
@@ -154,9 +154,9 @@ class GRPOTrainer(ResumableTrainer):
         )
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if args is None:
-            name = model if isinstance(model, str) else name_of(model)
+            name = model if isinstance(model, str) else model_name_or_path(model)
             args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
-        model = newest_model(model) if isinstance(model, str) else model
+        model = resolve_latest(model) if isinstance(model, str) else model
         if not isinstance(args, GRPOConfig):
             raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
         self.config = args
@@ -167,7 +167,7 @@ class GRPOTrainer(ResumableTrainer):
                 raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
             logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
             processing_class = tokenizer
-        check_can_be_written(Path(str(args.output_dir)))
+        check_writable(Path(str(args.output_dir)))
         self.rewards = reward_runner(reward_funcs, args, reward_processing_classes)
         train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
         # What can be refused without the model is refused before it is loaded.
@@ -186,15 +186,15 @@ class GRPOTrainer(ResumableTrainer):
             peft_config=peft_config,
         )
         self.trainable_parameters, self.total_parameters = check_trainable(model)
-        asked = asked_of(model)
+        asked = load_options(model)
         self.context_length = min(filter(None, (context_length(model), asked.max_seq_length)), default=None)
         self.vocabulary_size = vocabulary_size(model)
         check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
-        warn_of_vocabulary(model, self.tokenizer)
+        check_vocab_consistency(model, self.tokenizer)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
         self.stop_token_ids = (
             *stop_token_ids(self.tokenizer, model),
-            *ids_of_stop_texts(self.tokenizer, args.stop_texts),
+            *encode_stop_strings(self.tokenizer, args.stop_texts),
         )
         self.train_rows = self.tokenized_rows(train_dataset, "training") if train_dataset is not None else []
         if train_dataset is not None:
@@ -228,7 +228,7 @@ class GRPOTrainer(ResumableTrainer):
         # The loss is divided by the denominators of the whole step; nothing is left to divide.
         self.model_accepts_loss_kwargs = False
         if self.args.gradient_checkpointing:
-            let_gradients_in(self.model)
+            enable_input_grads(self.model)
         self.take_reference()
         self.engine: Engine = engine or LocalEngine(
             self.model, decode=self._decode, stop_token_ids=self.stop_token_ids, autocast=self.accelerator.autocast
@@ -239,10 +239,10 @@ class GRPOTrainer(ResumableTrainer):
             prompt_text=self.prompt_tokenizer.text,
             all_gather=self._all_gather,
             run_seed=args.seed,
-            tells=self.args.process_index == 0,
+            is_main_rank=self.args.process_index == 0,
         )
         self.entropy_controller = entropy_controller(args)
-        self.policy_update = self._policy_update()
+        self.forward_backward = self._forward_backward()
         self.run_folder = RunFolder(str(args.output_dir), rank=self.args.process_index)
         self.completion_table = CompletionTable(
             self.run_folder.path,
@@ -251,9 +251,9 @@ class GRPOTrainer(ResumableTrainer):
             unique_prompts=args.log_unique_prompts,
             rank=self.args.process_index,
         )
-        self.seconds = dict.fromkeys(("generating", "rewarding", "scoring", "updating"), 0.0)
+        self.seconds = dict.fromkeys(("generating", "rewarding", "logprobs", "updating"), 0.0)
         """Of training, on this process, by phase."""
-        self._metrics = MetricSums()
+        self._metrics = MetricAccumulator()
         self._window: Window | None = None
         self._start_guards()
         self._step_tokens = 0
@@ -270,14 +270,14 @@ class GRPOTrainer(ResumableTrainer):
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
         self._sync_reference()
-        with dropout_off(self.model, enabled=not self.config.scoring_dropout):
+        with disable_dropout(self.model, enabled=not self.config.scoring_dropout):
             samples = self._samples_of_step(model)
-            result = self.policy_update(model, samples, entropy_coef=self._entropy_coef())
+            result = self.forward_backward(model, samples, entropy_coef=self._entropy_coef())
         self._drop_nonfinite_gradients()
         self._record_update(samples, result, seconds=time.perf_counter() - started)
         return result.loss
 
-    def _samples_of_step(self, model: nn.Module) -> list[Sample]:
+    def _samples_of_step(self, model: nn.Module) -> list[TrainingSample]:
         """This rank's samples of the coming optimizer step, from the open window or a new one."""
         window, step = divmod(self.state.global_step, self.plan.steps_per_rollout)
         if self._window is None or self._window[0] != window:
@@ -285,10 +285,10 @@ class GRPOTrainer(ResumableTrainer):
             self._window = (window, self._roll_out(model, window))
         return self._window[1][step]
 
-    def _roll_out(self, model: nn.Module, window: int) -> list[list[Sample]]:
+    def _roll_out(self, model: nn.Module, window: int) -> list[list[TrainingSample]]:
         """Collects the rollouts of a window and deals their samples to its optimizer steps."""
         prompts = self.prompt_stream.window(window)
-        dealt = deal(
+        dealt = schedule_completions(
             window_size=self.plan.completions_per_rollout * self.plan.rollouts_per_step,
             rollout_size=self.plan.completions_per_rollout,
             passes=self.plan.num_iterations,
@@ -297,11 +297,11 @@ class GRPOTrainer(ResumableTrainer):
             rank=self.args.process_index,
         )
         own_numbers = sorted({number for numbers in dealt for number in numbers})
-        samples: dict[int, Sample] = {}
-        scored: dict[int, Sample] = {}
+        samples: dict[int, TrainingSample] = {}
+        scored: dict[int, TrainingSample] = {}
         beside_rewards = self._scores_beside_rewards()
 
-        def score(unpaid: Mapping[int, Sample], first: int = 0) -> None:
+        def score(unpaid: Mapping[int, TrainingSample], first: int = 0) -> None:
             """Fills `scored` with the window, of whose last rollout, from number `first` on, rewards may be unknown."""
             window_samples = {**samples, **{number + first: sample for number, sample in unpaid.items()}}
             ordered = [window_samples[number] for number in own_numbers]
@@ -320,8 +320,8 @@ class GRPOTrainer(ResumableTrainer):
                 settings=advantage_settings(self.config),
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(self.state),
-                refill=refill(self.config, self.prompt_stream),
-                meanwhile=functools.partial(score, first=first) if is_last and beside_rewards else None,
+                dynamic_sampling=make_dynamic_sampling(self.config, self.prompt_stream),
+                while_waiting=functools.partial(score, first=first) if is_last and beside_rewards else None,
             )
             self._record_rollout(result)
             samples.update({number + first: sample for number, sample in result.samples.items()})
@@ -337,19 +337,19 @@ class GRPOTrainer(ResumableTrainer):
         }
         return [[by_number[number] for number in numbers] for numbers in dealt]
 
-    def _scored(self, model: nn.Module, samples: Sequence[Sample]) -> list[Sample]:
+    def _scored(self, model: nn.Module, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         started = time.perf_counter()
-        scored = self.policy_update.score_window(
+        scored = self.forward_backward.add_fixed_logprobs(
             model, samples, with_old=self.plan.steps_per_rollout > 1, reference=self.reference
         )
-        self._spend("scoring", time.perf_counter() - started)
+        self._spend("logprobs", time.perf_counter() - started)
         return scored
 
     def _scores_beside_rewards(self) -> bool:
         """Not where rewards decide what is scored at all."""
         is_scored = self.plan.steps_per_rollout > 1 or self.reference is not None
         is_chosen = self.config.dynamic_sampling or self.config.num_generations_trained is not None
-        return is_scored and not is_chosen and self.rewards.some_run_beside_scoring
+        return is_scored and not is_chosen and self.rewards.overlaps_logprobs
 
     def take_reference(self) -> None:
         """Makes the policy as it is now the one that the KL term holds on to, unless that is the base model."""
@@ -361,7 +361,7 @@ class GRPOTrainer(ResumableTrainer):
         if not isinstance(self.reference, ReferencePolicy) or not self.config.sync_ref_model:
             return
         if self.state.global_step and self.state.global_step % self.config.ref_model_sync_steps == 0:
-            self.reference.mix_in_policy(self.config.ref_model_mixup_alpha)
+            self.reference.soft_update(self.config.ref_model_mixup_alpha)
 
     def _entropy_coef(self) -> float:
         return self.config.entropy_coef if self.entropy_controller is None else self.entropy_controller.applied_coef
@@ -469,13 +469,13 @@ class GRPOTrainer(ResumableTrainer):
         group_size = self.config.resolved_num_generations_eval
         result = self.collector.collect(
             prompts,
-            even_share(len(prompts) * group_size, self.args.world_size, self.args.process_index),
+            rank_slice(len(prompts) * group_size, self.args.world_size, self.args.process_index),
             group_size=group_size,
             sampling=self.config.sampling_spec(),
             settings=advantage_settings(self.config),
             trainer_state=copy.copy(self.state),
-            purpose="eval",
-            rows_at_once=self.eval_rows_at_once(),
+            seed_scope="eval",
+            completions_at_once=self.eval_completions_at_once(),
         )
         self.run_folder.append_completions(
             result.groups, step=self.state.global_step, reward_names=self.rewards.names, split=metric_key_prefix
@@ -500,7 +500,7 @@ class GRPOTrainer(ResumableTrainer):
         self._check_columns(None, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 
-    def eval_rows_at_once(self) -> int | None:
+    def eval_completions_at_once(self) -> int | None:
         """`per_device_eval_batch_size` where the user set it; otherwise all rows are sampled together."""
         explicit = "per_device_eval_batch_size" in self.config.explicit_fields
         return self.config.per_device_eval_batch_size if explicit else None
@@ -533,7 +533,7 @@ class GRPOTrainer(ResumableTrainer):
             for line in self.plan.describe():
                 logger.log(level, "%s", line)
             if self.reference is not None:
-                logger.info("reference policy: %s", self.reference.says)
+                logger.info("reference policy: %s", self.reference.description)
         # A second call is a run of its own.
         self._window = None
         if self.train_rows:
@@ -571,14 +571,14 @@ class GRPOTrainer(ResumableTrainer):
         self._spend("rewarding", result.seconds_rewarding)
         about: dict[str, Any] = {"step": self.state.global_step + 1, "reward_names": self.rewards.names}
         self.run_folder.append_completions(result.groups, **about)
-        self.run_folder.append_completions(result.dropped, **about, replaced=True)
+        self.run_folder.append_completions(result.replaced, **about, replaced=True)
         if self.config.log_completions:
             self.completion_table.add(result.groups, self.state.global_step + 1, result.extras)
 
-    def _record_update(self, samples: Sequence[Sample], result: UpdateResult, seconds: float) -> None:
+    def _record_update(self, samples: Sequence[TrainingSample], result: StepResult, seconds: float) -> None:
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
         gathered = self._all_gather((result.metrics, result.entropy_sum, tokens))
-        step_metrics = merged(metrics for metrics, _, _ in gathered)
+        step_metrics = merge_metrics(metrics for metrics, _, _ in gathered)
         self._step_tokens = sum(tokens for _, _, tokens in gathered)
         if self.state.global_step % self.plan.steps_per_rollout == 0:
             self.sampler_check.check(step_metrics)
@@ -602,27 +602,27 @@ class GRPOTrainer(ResumableTrainer):
     def run_settings(self) -> dict[str, Any]:
         return {
             **compared_settings(self.config, self.plan),
-            **adapter_settings(self.model),
+            **describe_adapter(self.model),
             "parameters": self.total_parameters,
             "trainable_parameters": self.trainable_parameters,
             "model": self.hash_of_start(),
             "prompts": len(self.train_rows),
             "dataset": self._hash_of_rows,
-            "rewards": self.rewards.identities,
+            "rewards": self.rewards.fingerprints,
         }
 
     def about_run(self) -> dict[str, Any]:
         return {
             "seed": self.config.seed,
-            "model_name": name_of(self.model),
+            "model_name": model_name_or_path(self.model),
             "plan": self.plan.describe(),
             "trainable_parameters": self.trainable_parameters,
             "parameters": self.total_parameters,
             "adapter": self.model.active_adapter if isinstance(self.model, PeftModel) else None,
             "quantization": quantization(self.model),
-            "micro_batch_tokens": self.policy_update.token_budget,
+            "micro_batch_tokens": self.forward_backward.token_budget,
             "start": self.model_argument,
-            "reference_policy": None if self.reference is None else self.reference.says,
+            "reference_policy": None if self.reference is None else self.reference.description,
         }
 
     @functools.cached_property
@@ -646,7 +646,7 @@ class GRPOTrainer(ResumableTrainer):
             "metrics": dataclasses.asdict(self._metrics),
             "seconds": dict(self.seconds),
             "guards": [guard.in_a_row for guard in self._guards()],
-            "micro_batch_tokens": self.policy_update.token_budget,
+            "micro_batch_tokens": self.forward_backward.token_budget,
             "engine_copies": self.engine.copies if isinstance(self.engine, LocalEngine) else None,
         }
 
@@ -657,35 +657,35 @@ class GRPOTrainer(ResumableTrainer):
             self.entropy_controller.load_state_dict(state["entropy_controller"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load_state_dict(state["reference"])
-        self._metrics = MetricSums(**state["metrics"])
+        self._metrics = MetricAccumulator(**state["metrics"])
         self.seconds = dict(state["seconds"])
         for guard, in_a_row in zip(self._guards(), state["guards"], strict=True):
             guard.in_a_row = in_a_row
         if self.config.micro_batch_tokens is None:
             # Free memory may be another now; the run goes on as it was.
-            self.policy_update.token_budget = state["micro_batch_tokens"]
+            self.forward_backward.token_budget = state["micro_batch_tokens"]
         if isinstance(self.engine, LocalEngine):
             self.engine.copies = state["engine_copies"]
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
-    def _policy_update(self) -> PolicyUpdate:
-        scorer = Scorer(
+    def _forward_backward(self) -> ForwardBackward:
+        logprob_model = LogprobModel(
             self.model,
             temperature=self.config.training_temperature,
             head_in_float32=self.config.cast_lm_head_to_fp32,
         )
         pad = self.tokenizer.pad_token_id
         floats = {parameter.dtype for parameter in self.model.parameters()}
-        return PolicyUpdate(
-            scorer=scorer,
+        return ForwardBackward(
+            logprob_model=logprob_model,
             objective=objective(self.config),
-            ranks=self.accelerator,
-            rows_per_batch=self.plan.micro_batch_size,
+            distributed=self.accelerator,
+            micro_batch_size=self.plan.micro_batch_size,
             # Padding is never read; an id without an embedding would be looked up all the same.
             pad_token_id=0 if pad is None or pad >= (self.vocabulary_size or pad + 1) else pad,
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
-            row_tokens=self.config.micro_batch_tokens or self._longest_row(),
+            max_sequence_tokens=self.config.micro_batch_tokens or self._longest_row(),
             token_budget=self._token_budget(),
             on_token_budget=self._write_token_budget,
             checkpointing=bool(self.args.gradient_checkpointing),

@@ -7,8 +7,8 @@ import logging
 from torch import nn
 
 from grupo.errors import TrainingError
-from grupo.metrics import MetricSums
-from grupo.utils.messages import counted
+from grupo.metrics import MetricAccumulator
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -51,7 +51,7 @@ class GradientGuard:
         logger.warning("Step %d has non-finite gradients; they are dropped.", step)
         if self.in_a_row >= self.max_steps:
             raise TrainingError(
-                f"{counted(self.in_a_row, 'optimizer step')} in a row had NaN or infinite gradients "
+                f"{pluralize(self.in_a_row, 'optimizer step')} in a row had NaN or infinite gradients "
                 f"(max_nonfinite_steps={self.max_steps}); the weights are those before them. Lower learning_rate (now "
                 f"{self.learning_rate}), keep scale_rewards='group', and check that the model computes finite logits "
                 "in its dtype."
@@ -68,7 +68,7 @@ class SamplerCheck:
         self.in_a_row = 0
         """Rollouts with a gap above `stop_above`."""
 
-    def check(self, metrics: MetricSums) -> None:
+    def check(self, metrics: MetricAccumulator) -> None:
         """Call once per rollout, with the metrics of its first optimizer step. The gap is in nats a token.
 
         Raises:
@@ -102,11 +102,11 @@ class SignalCheck:
         self.in_a_row = (0, 0)
         """Rollouts without a signal, and rollouts whose completions were cut off."""
 
-    def check(self, metrics: MetricSums) -> None:
+    def check(self, metrics: MetricAccumulator) -> None:
         """Call once per rollout, with its metrics."""
         means = metrics.means()
         without_signal, cut_off = self.in_a_row
-        without_signal = without_signal + 1 if means["live_group_share"] == 0 else 0
+        without_signal = without_signal + 1 if means["frac_reward_zero_std"] == 1 else 0
         cut_off = cut_off + 1 if means["completions/clipped_ratio"] > CUT_SHARE else 0
         self.in_a_row = without_signal, cut_off
         if without_signal == ROLLOUTS_WITHOUT_SIGNAL:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress, hf_api
 
-from grupo.errors import ConfigError, GrupoError, first_line
+from grupo.errors import ConfigError, GrupoError, summarize_error
 from grupo.export.upload import NOT_UPLOADED, check_hub_answers, command, failures, is_refusal, push, retried
 from grupo.runs.model_card import TAGS
 from grupo.trainer.hf_trainer import AdapterTrainer
@@ -48,7 +48,7 @@ class HubTrainer(AdapterTrainer):
         except failures() as error:
             if is_refusal(error):
                 raise ConfigError(
-                    f"push_to_hub=True, and the Hub does not take {self._repo_name()!r}: {first_line(error)} Set "
+                    f"push_to_hub=True, and the Hub does not take {self._repo_name()!r}: {summarize_error(error)} Set "
                     "hub_token, or log in by `hf auth login`; without push_to_hub the run needs no Hub."
                 ) from error
             self._warn("There is no repository to upload to", error)
@@ -178,5 +178,5 @@ class HubTrainer(AdapterTrainer):
     def _warn(self, what: str, error: BaseException) -> None:
         again = command(self.args.output_dir, self.hub_model_id or self._repo_name())
         logger.warning(
-            "%s: %s The run does not need it; later, `%s` uploads what it left.", what, first_line(error), again
+            "%s: %s The run does not need it; later, `%s` uploads what it left.", what, summarize_error(error), again
         )

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from grupo.types import Sample
+from grupo.types import TrainingSample
 
-Window = tuple[int, list[list[Sample]]]
+Window = tuple[int, list[list[TrainingSample]]]
 """The number of the open rollout window, and this process's samples of each of its optimizer steps."""
 
 
@@ -36,5 +36,5 @@ def state_file(rank: int) -> str:
     return f"grupo_state_{rank}.pt"
 
 
-def _samples(records: Sequence[dict[str, Any]]) -> list[Sample]:
-    return [Sample(**record) for record in records]
+def _samples(records: Sequence[dict[str, Any]]) -> list[TrainingSample]:
+    return [TrainingSample(**record) for record in records]
