@@ -45,7 +45,7 @@ def make_task(name: str, seed: int = 0, **arguments: Any) -> Task:
         factory = TASKS[name]
     else:
         raise ConfigError(
-            f"There is no task {name!r}.{did_you_mean(name, TASKS)} Built-in tasks: {', '.join(TASKS)}; and {PREFIX}NAME."
+            f"There is no task {name!r}.{did_you_mean(name, TASKS)} Built-in tasks: {', '.join(TASKS)}, {PREFIX}NAME."
         )
     try:
         inspect.signature(factory).bind(seed, **arguments)
