@@ -18,7 +18,7 @@ from grupo.cli import main
 from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues, that_fit, written
 from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, DataError
-from grupo.recipes.schema import load_recipe
+from grupo.recipes.yaml_io import load_recipe
 from grupo.tasks.registry import make_task
 from grupo.trainer.sft_trainer import NO_LOSS, padded, sft_trainer
 from harness import snapshot

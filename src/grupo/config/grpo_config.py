@@ -395,7 +395,6 @@ class GRPOConfig(TrainingArguments):
         if "_explicit_fields" not in self.__dict__:  # a dataclass derived from this one has its own __init__
             defaults = rules.defaults_of(type(self))
             self._explicit_fields = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
-        vars(self).update(config_values.no_as_text(vars(self)))
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
         weights: Any = self.reward_weights
