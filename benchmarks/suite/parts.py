@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local import engine as local
 from grupo.rollout.local.engine import LocalEngine
@@ -195,28 +195,28 @@ def _backward(logprobs: Tensor, samples: Sequence[TrainingSample]) -> None:
 
 def score_plain(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """Our own plain path: every row with its own copy of the prompt, log-probs from hidden states in chunks."""
-    scorer = Scorer(model, share_prompts=False)
+    logprob_model = LogprobModel(model, use_prompt_sharing=False)
     batch = collate(samples, pad_token_id=0, device=CPU)
 
     def run() -> None:
         model.zero_grad()
-        _backward(scorer.score(model, batch, with_entropy=True).logprobs, samples)
+        _backward(logprob_model.logprobs(model, batch, with_entropy=True).logprobs, samples)
 
     return run
 
 
 def score_shared(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """Our path with the prompt computed once."""
-    scorer = Scorer(model)
-    scorer.prepare(model, CPU)
-    if not scorer.shares_prompts:
+    logprob_model = LogprobModel(model)
+    logprob_model.prepare(model, CPU)
+    if not logprob_model.use_prompt_sharing:
         raise AssertionError("this model is scored with a copy of the prompt in every row: there is nothing to compare")
     batch = collate(samples, pad_token_id=0, device=CPU, packed=True)
 
     def run() -> None:
         model.zero_grad()
-        with scorer.attention():
-            _backward(scorer.score(model, batch, with_entropy=True).logprobs, samples)
+        with logprob_model.attention():
+            _backward(logprob_model.logprobs(model, batch, with_entropy=True).logprobs, samples)
 
     return run
 

@@ -21,13 +21,13 @@ STEP_METRICS = frozenset(
         *("clip_ratio/region_mean", "cispo_clip_ratio", "vespo/phi_seq_mean", "ratio/mean", "off_policy/kept_mean"),
         *(
             "effective_tokens",
-            "scored_tokens",
+            "computed_tokens",
             "padding_share",
             "nonfinite_step_share",
             "sampling/logprob_gap",
             "tokens_per_second",
         ),
-        *("step_time", "time/generating", "time/rewarding", "time/scoring", "time/updating"),
+        *("step_time", "time/generating", "time/rewarding", "time/logprobs", "time/updating"),
         *("dynamic_sampling/rounds", "dynamic_sampling/groups", "dynamic_sampling/kept_share"),
         *("dynamic_sampling/live_share", "curriculum/level", "curriculum/success_rate"),
     }

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from families import FAMILIES, family_model
 from grupo.models.activation_recompute import _Recipes, cheap_activations_recomputed
 from grupo.policy.batching import collate
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from grupo.types import TrainingSample
 from tiny import tiny_model
 
@@ -40,16 +40,16 @@ def samples():
 
 def gradients(model, *, recomputed, autocast=False):
     """Of the entropies and log-probs of the samples, and the bytes of activations that were kept for them."""
-    scorer = Scorer(model)
-    scorer.prepare(model, CPU)
+    logprob_model = LogprobModel(model)
+    logprob_model.prepare(model, CPU)
     model.zero_grad()
     model.train()
-    batch = collate(samples(), pad_token_id=2, device=CPU, packed=bool(scorer.shares_prompts))
-    context = cheap_activations_recomputed(scorer.decoder) if recomputed else contextlib.nullcontext()
-    with scorer.attention(), context:
+    batch = collate(samples(), pad_token_id=2, device=CPU, packed=bool(logprob_model.use_prompt_sharing))
+    context = cheap_activations_recomputed(logprob_model.decoder) if recomputed else contextlib.nullcontext()
+    with logprob_model.attention(), context:
         torch.manual_seed(0)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            scores = scorer.score(model, batch, with_entropy=True)
+            scores = logprob_model.logprobs(model, batch, with_entropy=True)
         (scores.logprobs.sum() + scores.entropy.square().sum()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

@@ -18,7 +18,7 @@ from grupo.errors import ConfigError, UnsupportedError
 from grupo.export import merge
 from grupo.models.peft_io import find_adapter, is_blank, load_with_adapter, save_adapter
 from grupo.models.peft_setup import add_adapter, add_tokens
-from grupo.policy.reference import BaseModel, ReferencePolicy
+from grupo.policy.reference import AdapterDisabledReference, ReferencePolicy
 from grupo.recipes.build import fresh_adapter, with_start
 from grupo.recipes.schema import Recipe
 from grupo.runs.latest import newest_model
@@ -301,7 +301,7 @@ def test_the_reference_of_a_trained_adapter(which: str, base: Path, adapter: Pat
     with torch.no_grad():
         wanted = token_logprobs(expected[which].eval(), sample.prompt_ids, sample.completion_ids)
     for when in ("before", "after"):
-        (scored,) = trainer.policy_update.score_window(
+        (scored,) = trainer.forward_backward.add_fixed_logprobs(
             trainer.model, [sample], with_old=False, reference=trainer.reference
         )
         torch.testing.assert_close(torch.tensor(scored.reference_logprobs), wanted, rtol=0, atol=1e-5)
@@ -311,7 +311,7 @@ def test_the_reference_of_a_trained_adapter(which: str, base: Path, adapter: Pat
     kl = logs_of(trainer)[0]["kl"]
     assert abs(kl) < 1e-7 if which == "start" else kl > 1e-5, kl
     said = json.loads((tmp_path / "run" / "manifest.json").read_text())["reference_policy"]
-    assert said == trainer.reference.says and which in said  # type: ignore[union-attr]
+    assert said == trainer.reference.description and which in said  # type: ignore[union-attr]
 
 
 def test_switching_the_adapter_off_leaves_it_as_it_was(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_switching_the_adapter_off_leaves_it_as_it_was(tmp_path: Path) -> None:
         parameter.requires_grad_("lora_B" in name)
     wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     before = logits(model)
-    with BaseModel(model).active():
+    with AdapterDisabledReference(model).active():
         torch.testing.assert_close(logits(model), logits(tiny_model()))
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == wanted
     assert torch.equal(logits(model), before)

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from grupo.cli import main
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.models.activation_offload import offload_activations
 from grupo.models.activation_recompute import cheap_activations_recomputed
 from grupo.models.inplace_lora import lora_added_in_place
-from grupo.models.load import check_trainable
-from grupo.models.memory import activations_in_host_memory
+from grupo.models.inspect import check_trainable
 from grupo.models.peft_setup import add_adapter
 from grupo.models.quantization import (
     arithmetic_dtype,
@@ -26,7 +26,7 @@ from grupo.models.quantization import (
     quantized_layers,
 )
 from grupo.policy.batching import collate
-from grupo.policy.logprob_model import Scorer, dropout_off
+from grupo.policy.logprob_model import LogprobModel, disable_dropout
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.local.inference_copy import decoding_copy
@@ -96,14 +96,14 @@ def gap(model, groups, asked):
         for request, group in zip(asked, groups, strict=True)
         for c in group
     ]
-    scorer = Scorer(model)
+    logprob_model = LogprobModel(model)
     model.train()
-    with torch.no_grad(), dropout_off(model):
-        scorer.prepare(model, CPU)
-        batch = collate(samples, pad_token_id=2, device=CPU, packed=bool(scorer.shares_prompts))
-        with scorer.attention():
-            scored = scorer.score(model, batch).logprobs
-    assert scorer.shares_prompts and scorer.reads_hidden_states
+    with torch.no_grad(), disable_dropout(model):
+        logprob_model.prepare(model, CPU)
+        batch = collate(samples, pad_token_id=2, device=CPU, packed=bool(logprob_model.use_prompt_sharing))
+        with logprob_model.attention():
+            scored = logprob_model.logprobs(model, batch).logprobs
+    assert logprob_model.use_prompt_sharing and logprob_model.reads_hidden_states
     return float((scored - batch.behavior_logprobs).abs().max())
 
 
@@ -330,7 +330,7 @@ def test_a_recipe_in_4_bits(folder, tmp_path, capsys):
 
 def test_layer_inputs_wait_in_host_memory(monkeypatch):
     """What backward keeps with checkpointing are the inputs of layers; offloaded, none of them stays."""
-    monkeypatch.setattr("grupo.models.memory.SMALLEST_OFFLOADED", 1)
+    monkeypatch.setattr("grupo.models.activation_offload.SMALLEST_OFFLOADED", 1)
     model = tiny_model()
     model.gradient_checkpointing_enable()
     model.train()
@@ -344,6 +344,6 @@ def test_layer_inputs_wait_in_host_memory(monkeypatch):
         return empty_like(tensor, **more)
 
     monkeypatch.setattr(torch, "empty_like", leaving)
-    with activations_in_host_memory(model):
+    with offload_activations(model):
         model(input_ids=IDS, use_cache=False)
     assert len(inputs) == 2 and set(inputs) <= moved

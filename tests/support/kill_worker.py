@@ -38,7 +38,7 @@ def train(folder: Path, resume: bool, report: Callable[[str], None]) -> None:
     trainer = run_of(folder, **SETTINGS)
     for phase, owner, name in (
         ("rollout", trainer, "_roll_out"),
-        ("backward", trainer, "policy_update"),
+        ("backward", trainer, "forward_backward"),
         ("checkpoint", trainer, "_save_checkpoint"),
     ):
         setattr(owner, name, _Reported(getattr(owner, name), phase, trainer, report))

@@ -21,7 +21,7 @@ from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import NumberedRows, PromptStream, TokenizedRow
 from grupo.errors import ConfigError, DataError, RewardError
 from grupo.evals.pass_rates import measured_pass_rates
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from tiny import tiny_model
 from tiny_trainer import EOS, TOKENIZER, Spy, distance, gradients, make_trainer, reward, weights
 
@@ -196,20 +196,20 @@ def test_columns_that_rewards_log_stay_beside_their_completions(tmp_path: Path) 
 
 
 class Scored:
-    """The completions that the scorer sees, with and without gradient."""
+    """The completions that the logprob_model sees, with and without gradient."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.with_gradient: list[tuple[int, ...]] = []
         self.without: list[tuple[int, ...]] = []
-        score = Scorer.score
+        score = LogprobModel.logprobs
 
-        def spying(scorer: Any, model: Any, batch: Any, **keywords: Any) -> Any:
+        def spying(logprob_model: Any, model: Any, batch: Any, **keywords: Any) -> Any:
             seen = self.with_gradient if torch.is_grad_enabled() else self.without
             lengths = batch.completion_mask.sum(1).tolist()
             seen += [tuple(ids[:n]) for ids, n in zip(batch.completion_ids.tolist(), lengths, strict=True)]
-            return score(scorer, model, batch, **keywords)
+            return score(logprob_model, model, batch, **keywords)
 
-        monkeypatch.setattr(Scorer, "score", spying)
+        monkeypatch.setattr(LogprobModel, "logprobs", spying)
 
 
 LIVE = rows("abcd")
@@ -229,7 +229,7 @@ def test_the_gradient_is_that_of_the_chosen_completions_alone(tmp_path: Path, lo
         kept += [start + place for place in max_variance_subset(rewards, 2)]
     assert [index for index, sample in enumerate(samples) if sample.has_loss] == kept
     alone = make_trainer(tmp_path / "alone", dataset=LIVE, loss_type=loss_type)
-    alone.policy_update(alone.model, [all_samples[index] for index in kept])
+    alone.forward_backward(alone.model, [all_samples[index] for index in kept])
     assert distance(spy.steps[0].gradients, gradients(alone.model)) < 1e-6
     assert distance(spy.steps[0].gradients, whole.steps[0].gradients) > 0.1
 
@@ -242,7 +242,7 @@ def test_what_is_not_chosen_is_never_scored(tmp_path: Path, monkeypatch: pytest.
     chosen = sorted(sample.completion_ids for sample in spy.steps[0].samples if sample.has_loss)
     assert len(chosen) == 8
     assert sorted(scored.with_gradient) == sorted(2 * chosen)
-    # The scorer's check at the start scores tokens of its own.
+    # The logprob_model's check at the start scores tokens of its own.
     sampled = {sample.completion_ids for sample in spy.steps[0].samples}
     assert set(scored.without) & sampled == set(chosen) < sampled
     assert all(sample.old_logprobs and sample.reference_logprobs for sample in spy.steps[0].samples)

@@ -264,7 +264,7 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
         _say_line(console, line)
     trainer.told_plan = trainer.told_about_loss = True
     if trainer.reference is not None:
-        say(console, f"[bold]KL[/]       against {trainer.reference.says}")
+        say(console, f"[bold]KL[/]       against {trainer.reference.description}")
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
     say(console, f"[bold]run[/]      {pluralize(steps, 'optimizer step')}, "
                  f"{pluralize(steps * trainer.plan.completions_per_step, 'completion')}, "

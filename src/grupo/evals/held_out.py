@@ -13,7 +13,7 @@ from grupo.errors import RewardError
 from grupo.evals.statistics import Interval, clustered_interval
 from grupo.rollout.collector import RolloutCollector
 from grupo.rollout.groups import AdvantageSettings
-from grupo.rollout.schedule import even_share
+from grupo.rollout.schedule import rank_slice
 from grupo.sampling import SamplingSpec
 from grupo.types import Group, group_record
 
@@ -83,7 +83,7 @@ def evaluate_held_out(
         RewardError: a sample could not be scored.
     """
     prompts = [row.draw(row.row) for row in rows]
-    own_prompts = even_share(len(prompts), world_size, rank)
+    own_prompts = rank_slice(len(prompts), world_size, rank)
     result = collector.collect(
         prompts,
         [prompt * samples_per_prompt + place for prompt in own_prompts for place in range(samples_per_prompt)],
@@ -95,7 +95,7 @@ def evaluate_held_out(
             aggregation="sum_then_normalize",
             max_failed_share=0.0,
         ),
-        purpose="held-out",
+        seed_scope="held-out",
         rows_at_once=rows_at_once,
     )
     groups = tuple(itertools.chain(*collector.all_gather(result.groups)))

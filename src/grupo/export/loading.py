@@ -20,7 +20,8 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError, summarize_error
 from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source
-from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
+from grupo.models.inspect import base_model, name_of
+from grupo.models.load import load_policy, load_tokenizer
 from grupo.models.peft_io import find_adapter, fit_vocabulary, missing_weights
 from grupo.runs.folder import read_json
 from grupo.utils.hub import is_out_of_reach

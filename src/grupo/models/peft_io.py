@@ -21,7 +21,8 @@ from transformers.utils.hub import has_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from grupo.errors import ConfigError, GrupoError, UnsupportedError
-from grupo.models.load import PROMPT_LEARNING, WHERE, base_model, load_policy, prepared_for_adapter, quantization
+from grupo.models.inspect import PROMPT_LEARNING, base_model, quantization
+from grupo.models.load import WHERE, load_policy, prepared_for_adapter
 from grupo.utils.hub import is_out_of_reach
 from grupo.utils.messages import BASE_QUANTIZATION
 

@@ -17,7 +17,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from grupo.errors import ConfigError, UnsupportedError, summarize_error
-from grupo.models.load import base_model, check_kind, prepared_for_adapter, vocabulary_size
+from grupo.models.inspect import base_model, check_kind, vocabulary_size
+from grupo.models.load import prepared_for_adapter
 
 logger = logging.getLogger("grupo")
 

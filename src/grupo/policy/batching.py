@@ -16,35 +16,35 @@ from grupo.types import GroupSpan, MicroBatch, PackedLayout, TrainingSample
 
 def micro_batches(
     samples: Sequence[TrainingSample],
-    rows_per_batch: int,
+    micro_batch_size: int,
     *,
-    row_tokens: int | None = None,
+    max_sequence_tokens: int | None = None,
     token_budget: int | None = None,
     packed: bool = False,
 ) -> Iterator[list[TrainingSample]]:
     """Cuts samples into micro-batches. Losses do not depend on the order or on the cuts.
 
     Args:
-        rows_per_batch: most completions of a micro-batch.
-        row_tokens: of a completion with its prompt at most. Packed completions then fill the tokens of `rows_per_batch`
-            such rows, which is what memory was meant for, rather than count as rows.
+        micro_batch_size: most completions of a micro-batch.
+        max_sequence_tokens: most tokens of a prompt with one completion. Packed micro-batches may then hold the tokens
+            of `micro_batch_size` such sequences, however many completions these are.
         token_budget: most tokens of a micro-batch, padding included; a single completion above it stands alone.
             None: no limit.
         packed: completions of one prompt stand together and count its tokens once. Otherwise rows of similar length
             stand together, so that little is padded.
     """
     if packed:
-        if row_tokens is not None:
-            room = rows_per_batch * row_tokens
-            rows_per_batch, token_budget = len(samples), room if token_budget is None else min(room, token_budget)
-        yield from _packed_batches(samples, rows_per_batch, token_budget)
+        if max_sequence_tokens is not None:
+            room = micro_batch_size * max_sequence_tokens
+            micro_batch_size, token_budget = len(samples), room if token_budget is None else min(room, token_budget)
+        yield from _packed_batches(samples, micro_batch_size, token_budget)
         return
     ordered = sorted(samples, key=_row_length, reverse=True)
     start = 0
     while start < len(ordered):
         # The first row is the longest, and all are padded to it.
-        fitting = rows_per_batch if token_budget is None else max(1, token_budget // _row_length(ordered[start]))
-        stop = start + min(rows_per_batch, fitting)
+        fitting = micro_batch_size if token_budget is None else max(1, token_budget // _row_length(ordered[start]))
+        stop = start + min(micro_batch_size, fitting)
         yield ordered[start:stop]
         start = stop
 
@@ -56,7 +56,7 @@ def _packed_batches(
     pieces = [
         piece
         for members in _by_prompt(samples)
-        for piece in _pieces(sorted(members, key=_completion_length, reverse=True), rows, budget)
+        for piece in _split_group(sorted(members, key=_completion_length, reverse=True), rows, budget)
     ]
     batch: list[TrainingSample] = []
     used = 0
@@ -70,19 +70,19 @@ def _packed_batches(
         yield [sample for members in _by_prompt(batch) for sample in members]
 
 
-def _pieces(group: Sequence[TrainingSample], rows: int, budget: int) -> list[list[TrainingSample]]:
+def _split_group(group: Sequence[TrainingSample], rows: int, budget: int) -> list[list[TrainingSample]]:
     """Completions of one prompt, longest first, in as few pieces as fit; about as many tokens in each.
 
     A piece more is a prompt computed once more.
     """
     room = min(max(budget - len(group[0].prompt_ids), 1), sum(map(_completion_length, group)))
-    fewest = len(_filled(group, rows, room))
+    fewest = len(_pack(group, rows, room))
     # The smallest room that takes no more pieces makes them even.
-    smallest = bisect.bisect_left(range(room), True, key=lambda tokens: len(_filled(group, rows, tokens)) <= fewest)
-    return _filled(group, rows, smallest)
+    smallest = bisect.bisect_left(range(room), True, key=lambda tokens: len(_pack(group, rows, tokens)) <= fewest)
+    return _pack(group, rows, smallest)
 
 
-def _filled(group: Sequence[TrainingSample], rows: int, room: int) -> list[list[TrainingSample]]:
+def _pack(group: Sequence[TrainingSample], rows: int, room: int) -> list[list[TrainingSample]]:
     """Piece after piece of at most `rows` completions and `room` tokens; a longer completion stands alone."""
     pieces: list[list[TrainingSample]] = []
     used = 0

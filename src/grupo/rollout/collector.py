@@ -1,7 +1,7 @@
 """One rollout: prompts -> completions -> rewards -> advantages -> samples, over all ranks.
 
 Each rank samples and scores the completions that it will train on; only numbers (scores, lengths) travel between ranks,
-and `Slots` computes advantages from all of them on every rank.
+and `RolloutGroups` computes advantages from all of them on every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grupo.metrics import STEP_METRICS, AllGather, MetricAccumulator, merge_metr
 from grupo.rewards.execution.results import RewardFailure, RewardTable
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
-from grupo.rollout.groups import AdvantageSettings, Earnings, Refill, Round, Row, Slots
+from grupo.rollout.groups import AdvantageSettings, DynamicSampling, Earnings, RolloutGroups, Round, Row
 from grupo.sampling import SamplingSpec
 from grupo.types import Completion, Group, Prompt, RewardStatus, Rollout, TrainingSample
 
@@ -100,7 +100,7 @@ class RolloutCollector:
         prompt_text: the rendered prompt, handed to reward functions that ask for `prompt_texts`.
         all_gather: one object from each rank, in rank order; called the same number of times on every rank.
         run_seed: together with the prompt's draw it decides what is sampled.
-        tells: says what failed, on all ranks; one of them should.
+        is_main_rank: says what failed, on all ranks; one of them should.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class RolloutCollector:
         prompt_text: Callable[[Prompt], str],
         all_gather: AllGather,
         run_seed: int,
-        tells: bool = True,
+        is_main_rank: bool = True,
     ) -> None:
         self.engine = engine
         self.rewards = rewards
         self.prompt_text = prompt_text
         self.all_gather = all_gather
         self.run_seed = run_seed
-        self.tells = tells
+        self.is_main_rank = is_main_rank
         self._told_about_abstentions = False
 
     def collect(
@@ -130,9 +130,9 @@ class RolloutCollector:
         sampling: SamplingSpec,
         settings: AdvantageSettings,
         trainer_state: Any = None,
-        purpose: str = "train",
+        seed_scope: str = "train",
         rows_at_once: int | None = None,
-        refill: Refill | None = None,
+        dynamic_sampling: DynamicSampling | None = None,
         meanwhile: Callable[[dict[int, TrainingSample]], None] | None = None,
     ) -> RolloutResult:
         """Collects one rollout.
@@ -140,32 +140,36 @@ class RolloutCollector:
         Args:
             prompts: (P,) all prompts of the rollout, the same on every rank.
             numbers: the completions of this rank, out of range(P * group_size).
-            purpose: keeps the random numbers of training and evaluation apart.
+            seed_scope: keeps the random numbers of training and evaluation apart.
             rows_at_once: most completions that the engine samples together; None: all of them.
-            refill: replaces groups without a signal, in their slots; None: they stay.
+            dynamic_sampling: replaces groups without a signal, in their slots; None: they stay.
             meanwhile: called once on every rank while rewards are awaited, with its samples by completion number; it
-                may use collectives. Not together with `refill`.
+                may use collectives. Not together with `dynamic_sampling`.
 
         Raises:
             RewardError: on every rank, if a reward function broke the contract on any of them, or failed too often.
             TrainingError: sampling or scoring raised something else on another rank; here it is raised as it is.
         """
-        slots = Slots(prompts, group_size=group_size, settings=settings)
+        slots = RolloutGroups(prompts, group_size=group_size, settings=settings)
 
         def sample(own: Sequence[int]) -> None:
             def generate() -> _Sampled:
-                return self._sampled(slots.prompts, own, group_size, sampling, purpose, rows_at_once)
+                return self._sampled(slots.prompts, own, group_size, sampling, seed_scope, rows_at_once)
 
             slots.add(self._round(generate, meanwhile, settings, trainer_state))
             _check_failures(slots.rounds, settings)
 
         sample(numbers)
-        while refill is not None and len(slots.rounds) <= refill.max_rounds and (dead := slots.without_signal()):
-            slots.replace(dead, refill.draw(len(dead)))
+        while (
+            dynamic_sampling is not None
+            and len(slots.rounds) <= dynamic_sampling.max_rounds
+            and (dead := slots.zero_variance_groups())
+        ):
+            slots.replace(dead, dynamic_sampling.draw(len(dead)))
             sample([number for number in numbers if number // group_size in dead])
-        rows, earnings = slots.everything_sampled()
+        rows, earnings = slots.all_completions()
         metrics = _metrics(rows, earnings, self.rewards.names)
-        if refill is not None:
+        if dynamic_sampling is not None:
             _refill_metrics(metrics, slots, sampled=len(rows) // group_size)
         logged = merge_metrics(one.logged for one in slots.rounds)
         _refuse_clashes(logged, metrics)
@@ -202,7 +206,7 @@ class RolloutCollector:
                 raise aside.error
         rows, logged, failures = self._exchange(part, error)
         assert part is not None
-        if self.tells:
+        if self.is_main_rank:
             self._tell(rows, failures)
         return Round(
             part.rollouts, part.table.extras, rows, logged, failures, part.seconds_generating, part.seconds_rewarding
@@ -214,7 +218,7 @@ class RolloutCollector:
         numbers: Sequence[int],
         group_size: int,
         sampling: SamplingSpec,
-        purpose: str,
+        seed_scope: str,
         rows_at_once: int | None,
     ) -> _Sampled:
         started = time.perf_counter()
@@ -222,7 +226,7 @@ class RolloutCollector:
         completions = [
             completion
             for start in range(0, len(numbers), chunk)
-            for completion in self._generate(prompts, numbers[start : start + chunk], group_size, sampling, purpose)
+            for completion in self._generate(prompts, numbers[start : start + chunk], group_size, sampling, seed_scope)
         ]
         own_prompts = [prompts[number // group_size] for number in numbers]
         return _Sampled(tuple(numbers), own_prompts, completions, time.perf_counter() - started)
@@ -240,7 +244,12 @@ class RolloutCollector:
         return _Part(rollouts, table, sampled.seconds, seconds)
 
     def _generate(
-        self, prompts: Sequence[Prompt], numbers: Sequence[int], group_size: int, sampling: SamplingSpec, purpose: str
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        group_size: int,
+        sampling: SamplingSpec,
+        seed_scope: str,
     ) -> list[Completion]:
         """This rank's completions, in the order of `numbers`."""
         numbers_of_prompt: dict[int, list[int]] = {}
@@ -248,9 +257,9 @@ class RolloutCollector:
             numbers_of_prompt.setdefault(number // group_size, []).append(number)
         requests = []
         for index, members in numbers_of_prompt.items():
-            prompt, places = prompts[index], tuple(number % group_size for number in members)
-            seeds = tuple(completion_seed(self.run_seed, purpose, prompt.id, place) for place in places)
-            requests.append(GenerationRequest(prompt, seeds, places))
+            prompt, group_indices = prompts[index], tuple(number % group_size for number in members)
+            seeds = tuple(completion_seed(self.run_seed, seed_scope, prompt.id, place) for place in group_indices)
+            requests.append(GenerationRequest(prompt, seeds, group_indices))
         completions: dict[int, Completion] = {}
         for members, group in zip(numbers_of_prompt.values(), self.engine.generate(requests, sampling), strict=True):
             completions.update(zip(members, group, strict=True))
@@ -352,7 +361,7 @@ def _before_rewards(sampled: _Sampled, settings: AdvantageSettings) -> dict[int,
 
 
 def _raise_any(messages: Sequence[tuple[bool, str] | None], error: Exception | None) -> None:
-    """Raises `error`, or the first that another rank tells of."""
+    """Raises `error`, or the first that another rank reports."""
     for rank, message in enumerate(messages):
         if message is not None:
             raise error or _error_of(rank, message)
@@ -443,8 +452,8 @@ def _signal_metrics(metrics: MetricAccumulator, rows: Sequence[Row], earnings: E
         metrics.add("reward_within_group_std", sum(std_of_group.values()) / len(std_of_group), len(std_of_group))
 
 
-def _refill_metrics(metrics: MetricAccumulator, slots: Slots, *, sampled: int) -> None:
-    count, dead = len(slots.prompts), len(slots.without_signal())
+def _refill_metrics(metrics: MetricAccumulator, slots: RolloutGroups, *, sampled: int) -> None:
+    count, dead = len(slots.prompts), len(slots.zero_variance_groups())
     metrics.add("dynamic_sampling/rounds", float(len(slots.rounds)))
     metrics.add("dynamic_sampling/groups", float(sampled))
     metrics.add_sum("dynamic_sampling/kept_share", float(count), float(sampled))

@@ -34,7 +34,7 @@ class AdvantageSettings:
 
 
 @dataclass(frozen=True)
-class Refill:
+class DynamicSampling:
     """Where groups without a signal are replaced from (dynamic sampling, DAPO, arXiv 2503.14476)."""
 
     draw: Callable[[int], Sequence[Prompt]]
@@ -88,7 +88,7 @@ class Round:
     seconds_rewarding: float
 
 
-class Slots:
+class RolloutGroups:
     """The groups of one rollout. A group may leave its slot, and with it its completion numbers, to another one.
 
     Advantages are always those over the groups that stand in the slots now.
@@ -112,11 +112,11 @@ class Slots:
         # In order of their numbers: a later round only replaces what the first one has put in.
         self._rollouts.update(sampled.rollouts)
         self._rows.update(sampled.rows)
-        self._earnings = earnings_of(list(self._rows.values()), self.settings)
+        self._earnings = group_advantages(list(self._rows.values()), self.settings)
         self._position = {number: position for position, number in enumerate(self._rows)}
         self._in_loss = self._numbers_in_loss()
 
-    def without_signal(self) -> list[int]:
+    def zero_variance_groups(self) -> list[int]:
         """Slots whose group pulls the policy nowhere: none of its completions in the loss has an advantage."""
         pulling = {n // self.group_size for n in self._in_loss if self._earnings.advantages[self._position[n]] != 0.0}
         return [slot for slot in range(len(self.prompts)) if slot not in pulling]
@@ -157,10 +157,10 @@ class Slots:
                 values.update(zip(one.rollouts, one.extras.get(name, [None] * len(one.rollouts)), strict=True))
         return {name: list(values.values()) for name, values in latest.items()}
 
-    def everything_sampled(self) -> tuple[list[Row], Earnings]:
+    def all_completions(self) -> tuple[list[Row], Earnings]:
         """All completions, those of dropped groups included; rewards and liveness count here, not the advantages."""
         rows = list(itertools.chain.from_iterable(one.rows.values() for one in self.rounds))
-        return rows, self._earnings if len(self.rounds) == 1 else earnings_of(rows, self.settings)
+        return rows, self._earnings if len(self.rounds) == 1 else group_advantages(rows, self.settings)
 
     def _numbers_in_loss(self) -> set[int]:
         """Of all ranks: known reward, not masked, and among the chosen ones of its group."""
@@ -190,7 +190,7 @@ class Slots:
         )
 
 
-def earnings_of(rows: Sequence[Row], settings: AdvantageSettings) -> Earnings:
+def group_advantages(rows: Sequence[Row], settings: AdvantageSettings) -> Earnings:
     scores = torch.tensor(
         [[float("nan") if score is None else score for score in row.scores] for row in rows], dtype=torch.float64
     )

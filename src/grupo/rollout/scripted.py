@@ -41,7 +41,10 @@ class ScriptedEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         return [
-            [self._replay(request.prompt, place, sampling) for place in request.places or range(len(request.seeds))]
+            [
+                self._replay(request.prompt, place, sampling)
+                for place in request.group_indices or range(len(request.seeds))
+            ]
             for request in requests
         ]
 

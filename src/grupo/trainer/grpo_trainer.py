@@ -40,30 +40,30 @@ from grupo.data.prompts import (
 )
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricAccumulator, merge_metrics
-from grupo.models.load import (
+from grupo.models.inspect import (
     adapter_settings,
     base_model,
     check_stop_token_ids,
     check_trainable,
     context_length,
     ids_of_stop_texts,
-    let_gradients_in,
     name_of,
     quantization,
     stop_token_ids,
     vocabulary_size,
 )
+from grupo.models.load import let_gradients_in
 from grupo.models.load_options import asked_of
 from grupo.models.memory import default_token_budget
 from grupo.models.peft_io import warn_of_vocabulary
-from grupo.policy.forward_backward import PolicyUpdate, UpdateResult
-from grupo.policy.logprob_model import Scorer, dropout_off
+from grupo.policy.forward_backward import ForwardBackward, StepResult
+from grupo.policy.logprob_model import LogprobModel, disable_dropout
 from grupo.policy.reference import ReferencePolicy, reference_policy
 from grupo.rewards.execution.runner import RewardFunctions
 from grupo.rollout.collector import RolloutCollector, RolloutResult
 from grupo.rollout.engine import Engine
 from grupo.rollout.local.engine import LocalEngine
-from grupo.rollout.schedule import deal, even_share
+from grupo.rollout.schedule import rank_slice, schedule_completions
 from grupo.runs.completions_table import CompletionTable
 from grupo.runs.folder import RunFolder, check_can_be_written
 from grupo.runs.latest import newest_model
@@ -80,6 +80,7 @@ from grupo.trainer.setup import (
     compared_settings,
     dataset_length,
     entropy_controller,
+    make_dynamic_sampling,
     mapping,
     named_datasets,
     objective,
@@ -88,7 +89,6 @@ from grupo.trainer.setup import (
     plain_datasets,
     policy,
     prompt_stream,
-    refill,
     refuse_unsupported,
     reward_runner,
     warn_of_rounding,
@@ -239,10 +239,10 @@ class GRPOTrainer(ResumableTrainer):
             prompt_text=self.prompt_tokenizer.text,
             all_gather=self._all_gather,
             run_seed=args.seed,
-            tells=self.args.process_index == 0,
+            is_main_rank=self.args.process_index == 0,
         )
         self.entropy_controller = entropy_controller(args)
-        self.policy_update = self._policy_update()
+        self.forward_backward = self._forward_backward()
         self.run_folder = RunFolder(str(args.output_dir), rank=self.args.process_index)
         self.completion_table = CompletionTable(
             self.run_folder.path,
@@ -251,7 +251,7 @@ class GRPOTrainer(ResumableTrainer):
             unique_prompts=args.log_unique_prompts,
             rank=self.args.process_index,
         )
-        self.seconds = dict.fromkeys(("generating", "rewarding", "scoring", "updating"), 0.0)
+        self.seconds = dict.fromkeys(("generating", "rewarding", "logprobs", "updating"), 0.0)
         """Of training, on this process, by phase."""
         self._metrics = MetricAccumulator()
         self._window: Window | None = None
@@ -270,9 +270,9 @@ class GRPOTrainer(ResumableTrainer):
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
         self._sync_reference()
-        with dropout_off(self.model, enabled=not self.config.scoring_dropout):
+        with disable_dropout(self.model, enabled=not self.config.scoring_dropout):
             samples = self._samples_of_step(model)
-            result = self.policy_update(model, samples, entropy_coef=self._entropy_coef())
+            result = self.forward_backward(model, samples, entropy_coef=self._entropy_coef())
         self._drop_nonfinite_gradients()
         self._record_update(samples, result, seconds=time.perf_counter() - started)
         return result.loss
@@ -288,7 +288,7 @@ class GRPOTrainer(ResumableTrainer):
     def _roll_out(self, model: nn.Module, window: int) -> list[list[TrainingSample]]:
         """Collects the rollouts of a window and deals their samples to its optimizer steps."""
         prompts = self.prompt_stream.window(window)
-        dealt = deal(
+        dealt = schedule_completions(
             window_size=self.plan.completions_per_rollout * self.plan.rollouts_per_step,
             rollout_size=self.plan.completions_per_rollout,
             passes=self.plan.num_iterations,
@@ -320,7 +320,7 @@ class GRPOTrainer(ResumableTrainer):
                 settings=advantage_settings(self.config),
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(self.state),
-                refill=refill(self.config, self.prompt_stream),
+                dynamic_sampling=make_dynamic_sampling(self.config, self.prompt_stream),
                 meanwhile=functools.partial(score, first=first) if is_last and beside_rewards else None,
             )
             self._record_rollout(result)
@@ -339,10 +339,10 @@ class GRPOTrainer(ResumableTrainer):
 
     def _scored(self, model: nn.Module, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         started = time.perf_counter()
-        scored = self.policy_update.score_window(
+        scored = self.forward_backward.add_fixed_logprobs(
             model, samples, with_old=self.plan.steps_per_rollout > 1, reference=self.reference
         )
-        self._spend("scoring", time.perf_counter() - started)
+        self._spend("logprobs", time.perf_counter() - started)
         return scored
 
     def _scores_beside_rewards(self) -> bool:
@@ -361,7 +361,7 @@ class GRPOTrainer(ResumableTrainer):
         if not isinstance(self.reference, ReferencePolicy) or not self.config.sync_ref_model:
             return
         if self.state.global_step and self.state.global_step % self.config.ref_model_sync_steps == 0:
-            self.reference.mix_in_policy(self.config.ref_model_mixup_alpha)
+            self.reference.soft_update(self.config.ref_model_mixup_alpha)
 
     def _entropy_coef(self) -> float:
         return self.config.entropy_coef if self.entropy_controller is None else self.entropy_controller.applied_coef
@@ -469,12 +469,12 @@ class GRPOTrainer(ResumableTrainer):
         group_size = self.config.resolved_num_generations_eval
         result = self.collector.collect(
             prompts,
-            even_share(len(prompts) * group_size, self.args.world_size, self.args.process_index),
+            rank_slice(len(prompts) * group_size, self.args.world_size, self.args.process_index),
             group_size=group_size,
             sampling=self.config.sampling_spec(),
             settings=advantage_settings(self.config),
             trainer_state=copy.copy(self.state),
-            purpose="eval",
+            seed_scope="eval",
             rows_at_once=self.eval_rows_at_once(),
         )
         self.run_folder.append_completions(
@@ -533,7 +533,7 @@ class GRPOTrainer(ResumableTrainer):
             for line in self.plan.describe():
                 logger.log(level, "%s", line)
             if self.reference is not None:
-                logger.info("reference policy: %s", self.reference.says)
+                logger.info("reference policy: %s", self.reference.description)
         # A second call is a run of its own.
         self._window = None
         if self.train_rows:
@@ -575,7 +575,7 @@ class GRPOTrainer(ResumableTrainer):
         if self.config.log_completions:
             self.completion_table.add(result.groups, self.state.global_step + 1, result.extras)
 
-    def _record_update(self, samples: Sequence[TrainingSample], result: UpdateResult, seconds: float) -> None:
+    def _record_update(self, samples: Sequence[TrainingSample], result: StepResult, seconds: float) -> None:
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
         gathered = self._all_gather((result.metrics, result.entropy_sum, tokens))
         step_metrics = merge_metrics(metrics for metrics, _, _ in gathered)
@@ -620,9 +620,9 @@ class GRPOTrainer(ResumableTrainer):
             "parameters": self.total_parameters,
             "adapter": self.model.active_adapter if isinstance(self.model, PeftModel) else None,
             "quantization": quantization(self.model),
-            "micro_batch_tokens": self.policy_update.token_budget,
+            "micro_batch_tokens": self.forward_backward.token_budget,
             "start": self.model_argument,
-            "reference_policy": None if self.reference is None else self.reference.says,
+            "reference_policy": None if self.reference is None else self.reference.description,
         }
 
     @functools.cached_property
@@ -646,7 +646,7 @@ class GRPOTrainer(ResumableTrainer):
             "metrics": dataclasses.asdict(self._metrics),
             "seconds": dict(self.seconds),
             "guards": [guard.in_a_row for guard in self._guards()],
-            "micro_batch_tokens": self.policy_update.token_budget,
+            "micro_batch_tokens": self.forward_backward.token_budget,
             "engine_copies": self.engine.copies if isinstance(self.engine, LocalEngine) else None,
         }
 
@@ -663,29 +663,29 @@ class GRPOTrainer(ResumableTrainer):
             guard.in_a_row = in_a_row
         if self.config.micro_batch_tokens is None:
             # Free memory may be another now; the run goes on as it was.
-            self.policy_update.token_budget = state["micro_batch_tokens"]
+            self.forward_backward.token_budget = state["micro_batch_tokens"]
         if isinstance(self.engine, LocalEngine):
             self.engine.copies = state["engine_copies"]
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
-    def _policy_update(self) -> PolicyUpdate:
-        scorer = Scorer(
+    def _forward_backward(self) -> ForwardBackward:
+        logprob_model = LogprobModel(
             self.model,
             temperature=self.config.training_temperature,
             head_in_float32=self.config.cast_lm_head_to_fp32,
         )
         pad = self.tokenizer.pad_token_id
         floats = {parameter.dtype for parameter in self.model.parameters()}
-        return PolicyUpdate(
-            scorer=scorer,
+        return ForwardBackward(
+            logprob_model=logprob_model,
             objective=objective(self.config),
-            ranks=self.accelerator,
-            rows_per_batch=self.plan.micro_batch_size,
+            distributed=self.accelerator,
+            micro_batch_size=self.plan.micro_batch_size,
             # Padding is never read; an id without an embedding would be looked up all the same.
             pad_token_id=0 if pad is None or pad >= (self.vocabulary_size or pad + 1) else pad,
             pad_to_multiple_of=self.config.resolved_pad_to_multiple_of,
-            row_tokens=self.config.micro_batch_tokens or self._longest_row(),
+            max_sequence_tokens=self.config.micro_batch_tokens or self._longest_row(),
             token_budget=self._token_budget(),
             on_token_budget=self._write_token_budget,
             checkpointing=bool(self.args.gradient_checkpointing),

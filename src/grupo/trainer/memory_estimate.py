@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
-from grupo.models.load import base_model, vocabulary_size
+from grupo.models.inspect import base_model, vocabulary_size
 from grupo.models.memory import TRIM_EVERY_LAYERS, Sizes, activation_bytes_per_token, token_budget
 from grupo.models.quantization import dense_bytes, number_of_weights
 from grupo.models.shared_prompt_attention import KEPT_MASKS, QUERY_BLOCK, why_not_packed
@@ -316,7 +316,7 @@ class _Run:
         batches = micro_batches(
             samples,
             self.plan.micro_batch_size,
-            row_tokens=self.config.micro_batch_tokens or self.prompt + self.completion,
+            max_sequence_tokens=self.config.micro_batch_tokens or self.prompt + self.completion,
             token_budget=budget,
             packed=packed,
         )

@@ -23,13 +23,14 @@ from grupo.config.validation import SAMPLING_FIELDS
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
-from grupo.models.load import check_causal, load_tokenizer
+from grupo.models.inspect import check_causal
+from grupo.models.load import load_tokenizer
 from grupo.models.load_options import Asked
 from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, weight_sums
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
 from grupo.rewards.execution.runner import RewardFunctions, RewardRunner
 from grupo.rewards.library.reward_model import with_reward_models
-from grupo.rollout.groups import AdvantageSettings, Refill
+from grupo.rollout.groups import AdvantageSettings, DynamicSampling
 from grupo.runs.folder import read_json
 from grupo.runs.resume_check import FREE, WATCHED
 from grupo.utils.messages import did_you_mean, pluralize
@@ -286,12 +287,12 @@ def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPl
     return AdaptiveStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
 
 
-def refill(config: GRPOConfig, stream: PromptStream) -> Refill | None:
+def make_dynamic_sampling(config: GRPOConfig, stream: PromptStream) -> DynamicSampling | None:
     """Where groups without a signal are replaced from; None: they are not."""
     if not config.dynamic_sampling:
         return None
     assert isinstance(stream, AdaptiveStream)
-    return Refill(stream.draw, config.dynamic_sampling_max_rounds)
+    return DynamicSampling(stream.draw, config.dynamic_sampling_max_rounds)
 
 
 def objective(config: GRPOConfig) -> Objective:

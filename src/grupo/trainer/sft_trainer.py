@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from grupo.data.demonstrations import Demonstration, that_fit
-from grupo.models.load import check_trainable, context_length, let_gradients_in, vocabulary_size
+from grupo.models.inspect import check_trainable, context_length, vocabulary_size
+from grupo.models.load import let_gradients_in
 from grupo.trainer.hf_trainer import AdapterTrainer
 
 NO_LOSS = -100

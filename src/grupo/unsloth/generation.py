@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 
 from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, DataError
-from grupo.models.load import context_length, ids_of_stop_texts, load_tokenizer, stop_token_ids
+from grupo.models.inspect import context_length, ids_of_stop_texts, stop_token_ids
+from grupo.models.load import load_tokenizer
 from grupo.models.load_options import asked_of
 from grupo.models.peft_setup import undone_on_error
 from grupo.rollout.engine import GenerationRequest, completion_seed

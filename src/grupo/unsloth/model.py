@@ -16,14 +16,8 @@ import torch
 from torch import nn
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.models.load import (
-    base_model,
-    context_length,
-    device_dtype,
-    dtype_named,
-    load_tokenizer,
-    supports_bfloat16,
-)
+from grupo.models.inspect import base_model, context_length
+from grupo.models.load import device_dtype, dtype_named, load_tokenizer, supports_bfloat16
 from grupo.models.load_options import Asked, ask, asked_of
 from grupo.models.peft_io import find_adapter, load_named
 from grupo.models.peft_setup import add_adapter, lora_config

@@ -10,7 +10,7 @@ from typing import Any
 
 from grupo import export
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.models.load import base_model
+from grupo.models.inspect import base_model
 from grupo.models.load_options import asked_of
 from grupo.models.peft_io import has_new_tokens, save_adapter
 from grupo.models.quantization import arithmetic_dtype

@@ -8,7 +8,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from families import family_model
 from grupo.policy.batching import collate
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine, _without_holes
 from grupo.rollout.local.fused_layer import DecodingLayer
@@ -184,7 +184,7 @@ def test_long_completions_move_through_the_cache():
         batch = collate(samples, pad_token_id=2, device=torch.device("cpu"))
         model.eval()
         with torch.no_grad():
-            scored = Scorer(model).score(model, batch).logprobs
+            scored = LogprobModel(model).logprobs(model, batch).logprobs
         torch.testing.assert_close(scored, batch.behavior_logprobs, rtol=0, atol=1e-4)
 
 

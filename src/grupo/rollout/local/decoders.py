@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from grupo.models.load import base_model, vocabulary_size
+from grupo.models.inspect import base_model, vocabulary_size
 from grupo.models.quantization import arithmetic_dtype
 from grupo.models.shared_prompt_attention import (
     LAYOUT_KEYWORD,

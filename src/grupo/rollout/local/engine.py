@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grupo.errors import TrainingError
-from grupo.models.memory import free_bytes, give_back_memory
+from grupo.models.memory import free_bytes
 from grupo.models.quantization import dense_bytes, spare_evaluation_mode
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
@@ -23,6 +23,7 @@ from grupo.rollout.local.inference_copy import decoding_copy, unfolded_layers
 from grupo.rollout.local.token_sampling import draw_tokens
 from grupo.sampling import SamplingSpec
 from grupo.types import Completion, FinishReason
+from grupo.utils.malloc import trim_host_memory
 
 logger = logging.getLogger("grupo")
 
@@ -111,7 +112,7 @@ class LocalEngine:
                     for row, stopped in self._rows(decoder, requests, sampling):
                         finished[row.request, row.place] = self._completion(row, stopped)
                 del decoder, model
-            give_back_memory(self.device)
+            trim_host_memory(self.device.type)
         return [
             [finished[index, place] for place in range(len(request.seeds))] for index, request in enumerate(requests)
         ]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grupo.models.inplace_lora import has_hooks, is_plain_lora
-from grupo.models.load import base_model
+from grupo.models.inspect import base_model
 from grupo.models.quantization import dense_dtype, dense_weight, is_4bit, is_8bit, multiplies_dense_weight
 from grupo.rollout.local.fused_layer import DecodingLayer, Rotation, is_fusible
 
