@@ -158,7 +158,7 @@ class _Groups:
 def _sum_then_normalize(
     totals: _Totals, scores: Tensor, weighting: Tensor, groups: _Groups, scale: str, epsilon: float
 ) -> Tensor:
-    """(B,) distance of the total reward from the mean of its group, divided by the standard deviation that `scale` names."""
+    """(B,) distance of the total reward from its group mean, divided by the standard deviation that `scale` names."""
     spread = SCALES[scale](totals.rewards, totals.group, epsilon)
     return _zero_if_equal((totals.rewards - totals.group.mean) / spread, totals.group)
 
@@ -219,7 +219,7 @@ def _check(scores: Tensor, ids: Tensor, weighting: Tensor, scale: str, aggregati
         )
     if weighting.shape != scores.shape[1:]:
         raise ValueError(
-            f"There are {scores.shape[1]} reward functions and {weighting.numel()} weights: give one weight per function."
+            f"There are {scores.shape[1]} reward functions and {weighting.numel()} weights: give one per function."
         )
     if scores.isinf().any():
         raise ValueError("A score is infinite. Mark the completion as failed, or use NaN for an abstention.")

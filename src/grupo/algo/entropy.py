@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def entropy_threshold(values: Tensor, top_quantile: float) -> Tensor:
-    """Entropy in nats that the top `top_quantile` share of `values` (N,) reaches ("Beyond the 80/20 Rule", arXiv 2506.01939).
+    """Entropy in nats that the top `top_quantile` share of `values` (N,) reaches (arXiv 2506.01939).
 
     `values` are the entropies of all loss tokens of one optimizer step. Interpolates between neighbours like
     torch.quantile, without its limit of 16 million values. For N = 0 it is inf, which no token reaches.

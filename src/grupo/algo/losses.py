@@ -75,7 +75,7 @@ class LossOutput:
     sums: dict[str, tuple[Tensor, Tensor]]
     """Metric name -> (numerator, denominator), each (); both add up over micro-batches and ranks."""
     extremes: dict[str, Tensor]
-    """`clip_ratio/low_min`, the minimum over completions, and `clip_ratio/high_max`, the maximum; +inf and -inf for none."""
+    """`clip_ratio/low_min` and `clip_ratio/high_max` over completions; +inf and -inf where there are none."""
 
 
 # Aggregations: (B, T) per-token loss that is 0 outside the mask -> () contribution to the loss of the step.

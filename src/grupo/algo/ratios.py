@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) `values` (B, T) or (B, 1) where `mask` is set, and exactly 0 elsewhere, gradient included; bool to float."""
+    """(B, T) `values`, (B, T) or (B, 1), where `mask` is set; exactly 0 elsewhere, gradient included. Bool to float."""
     return torch.where(mask, values, 0.0)
 
 
@@ -40,9 +40,9 @@ def off_policy_sequence_mask(
 ) -> Tensor:
     """(B, 1) bool, True for completions to keep (off-policy sequence mask, DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
 
-    A completion with a negative advantage is dropped where the mean of `sampling - policy` log-probs exceeds `threshold`
-    nats: the policy has moved too far from the sampler. NaN marks a token without a log-prob by the sampler, which is
-    left out of the sum.
+    A completion with a negative advantage is dropped where the mean of `sampling - policy` log-probs exceeds
+    `threshold` nats: the policy has moved too far from the sampler. NaN marks a token without a log-prob by the
+    sampler; it is left out of the sum.
 
     Args: log-probs (B, T), advantages (B, 1), mask (B, T).
     """

@@ -19,9 +19,10 @@ class LossSpec:
     aggregation: str
     """Name of the aggregation over tokens and completions, in `AGGREGATIONS` of losses.py."""
     reads: frozenset[str] = frozenset()
-    """Settings that some losses read and others do not, and that this one reads; fields of `LossSettings`."""
+    """Settings that this loss reads and others do not; fields of `LossSettings`. Where nothing reads a setting, it is
+    refused."""
     level: str | None = None
-    """Level of the importance ratio where the loss fixes it; None: `importance_sampling_level` decides."""
+    """The only `importance_sampling_level` that the loss has, and accepts; None: it has both."""
     note: str = ""
     """Description for docs/config.md."""
     cautions: Mapping[str, str] = field(default_factory=dict)

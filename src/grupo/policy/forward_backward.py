@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from grupo.algo.entropy import entropy_threshold
-from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
+from grupo.algo.losses import GRPOLoss, LossInputs, LossOutput, StepTotals
 from grupo.errors import TrainingError
 from grupo.metrics import AllGather, MetricAccumulator
 from grupo.models.activation_offload import offload_activations
@@ -75,7 +75,7 @@ class ForwardBackward:
     """
 
     logprob_model: LogprobModel
-    objective: Objective
+    loss_function: GRPOLoss
     distributed: DistributedContext
     micro_batch_size: int
     pad_token_id: int
@@ -264,7 +264,7 @@ class ForwardBackward:
         offload = offload_activations(model) if self.offload_activations else contextlib.nullcontext()
         with self.autocast(), offload:
             scores = self.logprob_model.logprobs(model, batch, with_entropy=True)
-        output = self.objective(
+        output = self.loss_function(
             LossInputs(
                 policy_logprobs=scores.logprobs,
                 advantages=batch.advantages,
@@ -274,7 +274,7 @@ class ForwardBackward:
                 behavior_logprobs=batch.behavior_logprobs,
                 entropy=scores.entropy,
                 entropy_threshold=threshold,
-                kl_rows=None if self.kl_on_dead_groups else batch.has_signal,
+                kl_completions=None if self.kl_on_dead_groups else batch.has_signal,
             ),
             totals,
             entropy_coef=entropy_coef,
@@ -309,13 +309,13 @@ class ForwardBackward:
                 metrics.add_sum("entropy", float(sum(sample.entropies)), float(len(sample.entropies)))
         if counted:
             mask = collate(counted, pad_token_id=self.pad_token_id, device=torch.device("cpu")).loss_mask
-            _add_loss_metrics(metrics, *self.objective.clip_metrics_without_advantage(mask))
+            _add_loss_metrics(metrics, *self.loss_function.clip_metrics_without_advantage(mask))
 
     def _has_gradient(self, sample: TrainingSample) -> bool:
         """Whether any term of the loss has a coefficient other than zero on this row."""
         if not sample.has_loss:
             return False
-        has_kl = self.objective.beta != 0.0 and (self.kl_on_dead_groups or sample.group_has_signal)
+        has_kl = self.loss_function.settings.beta != 0.0 and (self.kl_on_dead_groups or sample.group_has_signal)
         return sample.advantage != 0.0 or has_kl or self.has_entropy_bonus
 
     def _totals(self, samples: Sequence[TrainingSample], entropy_tokens: int | None) -> StepTotals:

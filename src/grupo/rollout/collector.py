@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from grupo.algo.advantages import AdvantageSettings
 from grupo.data.prompts import Outcome, reward_columns
 from grupo.errors import RewardError, TrainingError
 from grupo.metrics import STEP_METRICS, AllGather, MetricAccumulator, merge_metrics
 from grupo.rewards.execution.results import RewardFailure, RewardTable
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
-from grupo.rollout.groups import AdvantageSettings, DynamicSampling, Earnings, RolloutGroups, Round, Row
+from grupo.rollout.groups import DynamicSampling, Earnings, RolloutGroups, Round, Row
 from grupo.sampling import SamplingSpec
 from grupo.types import Completion, Group, Prompt, RewardStatus, Rollout, TrainingSample
 
@@ -351,7 +352,7 @@ def _before_rewards(sampled: _Sampled, settings: AdvantageSettings) -> dict[int,
             prompt_ids=prompt.token_ids,
             completion_ids=completion.token_ids,
             advantage=0.0,
-            has_loss=not (settings.mask_truncated and completion.is_truncated),
+            has_loss=not (settings.mask_truncated_completions and completion.is_truncated),
             group_has_signal=False,
             behavior_logprobs=completion.behavior_logprobs,
             entropies=completion.entropies,
@@ -386,9 +387,9 @@ def _check_failures(rounds: Sequence[Round], settings: AdvantageSettings) -> Non
     """Counts over all rounds: in one of a few completions a single failure would be a large share."""
     rows = [row for one in rounds for row in one.rows.values()]
     failed = sum(row.failed for row in rows)
-    if failed > settings.max_failed_share * len(rows):
+    if failed > settings.max_failed_reward_share * len(rows):
         failures = [failure for one in rounds for failure in one.failures]
-        raise RewardError(_too_many_failures(failed, len(rows), settings.max_failed_share, failures))
+        raise RewardError(_too_many_failures(failed, len(rows), settings.max_failed_reward_share, failures))
 
 
 def _outcomes(prompts: Sequence[Prompt], rows: Sequence[Row], earnings: Earnings) -> list[Outcome]:

@@ -13,24 +13,11 @@ from typing import Any
 
 import torch
 
-from grupo.algo.advantages import compute_advantages
+from grupo.algo.advantages import AdvantageSettings, compute_advantages
 from grupo.algo.selection import max_variance_subset
 from grupo.metrics import MetricAccumulator
 from grupo.rewards.execution.results import RewardFailure
 from grupo.types import Group, Prompt, RewardStatus, Rollout, TrainingSample, group_by_prompt
-
-
-@dataclass(frozen=True)
-class AdvantageSettings:
-    """How rewards become advantages, what is left out of the loss, and how many rewards may fail."""
-
-    weights: tuple[float, ...] | None
-    scale: str
-    aggregation: str
-    mask_truncated: bool = False
-    max_failed_share: float = 1.0
-    trained_per_group: int | None = None
-    """Completions of a group that are in the loss, those whose advantages vary most; None: all."""
 
 
 @dataclass(frozen=True)
@@ -166,14 +153,16 @@ class RolloutGroups:
         """Of all ranks: known reward, not masked, and among the chosen ones of its group."""
         by_slot: dict[int, list[int]] = {}
         for (number, row), reward in zip(self._rows.items(), self._earnings.rewards, strict=True):
-            if reward is not None and not (self.settings.mask_truncated and row.truncated):
+            if reward is not None and not (self.settings.mask_truncated_completions and row.truncated):
                 by_slot.setdefault(number // self.group_size, []).append(number)
-        if self.settings.trained_per_group is None:
+        if self.settings.num_generations_trained is None:
             return set(itertools.chain.from_iterable(by_slot.values()))
         chosen = set()
         for numbers in by_slot.values():
             advantages = [self._earnings.advantages[self._position[number]] for number in numbers]
-            chosen |= {numbers[index] for index in max_variance_subset(advantages, self.settings.trained_per_group)}
+            chosen |= {
+                numbers[index] for index in max_variance_subset(advantages, self.settings.num_generations_trained)
+            }
         return chosen
 
     def _groups(self, rollouts: Mapping[int, Rollout]) -> tuple[Group, ...]:
@@ -197,12 +186,12 @@ def group_advantages(rows: Sequence[Row], settings: AdvantageSettings) -> Earnin
     result = compute_advantages(
         scores,
         [row.prompt_id for row in rows],
-        weights=settings.weights,
-        scale=settings.scale,
-        aggregation=settings.aggregation,
+        weights=settings.reward_weights,
+        scale=settings.scale_rewards,
+        aggregation=settings.multi_objective_aggregation,
         failed=torch.tensor([row.failed for row in rows]),
     )
     rewards = [
         value if scored else None for value, scored in zip(result.rewards.tolist(), result.scored.tolist(), strict=True)
     ]
-    return Earnings(rewards, result.advantages.tolist(), result.live.tolist(), result.group_std.tolist())
+    return Earnings(rewards, result.advantages.tolist(), result.has_signal.tolist(), result.group_std.tolist())
