@@ -21,7 +21,7 @@ from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local import engine as local
 from grupo.rollout.local.engine import LocalEngine
-from grupo.rollout.local.inference_copy import decoding_copy
+from grupo.rollout.local.inference_copy import make_inference_copy
 from grupo.sampling import SamplingSpec
 from grupo.types import Prompt, TrainingSample
 from suite import floors
@@ -86,15 +86,15 @@ def ending_at(lengths: Sequence[int], seeds: Sequence[int], cap: int, stop_id: i
         uniforms = torch.rand(cap, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         if length < cap:
             last.add(uniforms[length - 1].item())
-    draw_tokens = local.draw_tokens
+    sample_tokens = local.sample_tokens
 
     def forced(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, *args: Any) -> Any:
-        draw = draw_tokens(logits, spec, uniforms, *args)
+        draw = sample_tokens(logits, spec, uniforms, *args)
         ends = torch.tensor([value in last for value in uniforms.tolist()])
         going = draw.token_ids.where(draw.token_ids != stop_id, stop_id + 1)
         return draw._replace(token_ids=going.where(~ends, stop_id))
 
-    with mock.patch.object(local, "draw_tokens", forced):
+    with mock.patch.object(local, "sample_tokens", forced):
         yield
 
 
@@ -159,7 +159,7 @@ def measure_generation(*, folder: str, lengths: str, tokens: int, repeats: int, 
     if equal:
         # Bare products for every decode step; the prefill is left out, which makes our fraction smaller.
         works["floor"] = floors.decode_steps(merged, rows=count, steps=tokens - 1)
-        works["packed_floor"] = floors.decode_steps(decoding_copy(model), rows=count, steps=tokens - 1)
+        works["packed_floor"] = floors.decode_steps(make_inference_copy(model), rows=count, steps=tokens - 1)
     with ending_at(wanted, seeds, tokens, stop_id):
         seconds = interleaved(works, repeats, warm_up)
     return {

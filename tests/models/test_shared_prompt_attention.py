@@ -207,12 +207,12 @@ FORGOTTEN = {
 @pytest.mark.parametrize("family, forgotten", FORGOTTEN.values(), ids=FORGOTTEN)
 def test_what_the_attention_forgets_would_show(monkeypatch, family, forgotten):
     """The equalities above are not true of any attention."""
-    right = attention.attend
+    right = attention.shared_prompt_attention
 
     def forgetful(*args, **keywords):
         return right(*args, **{**keywords, **{name: change(keywords[name]) for name, change in forgotten.items()}})
 
-    monkeypatch.setattr(attention, "attend", forgetful)
+    monkeypatch.setattr(attention, "shared_prompt_attention", forgetful)
     monkeypatch.setattr(LogprobModel, "_check_sharing", lambda *_: True)
     settings = {"query_pre_attn_scalar": 32} if "scaling" in forgotten else {}
     model = model_of(family, dtype=torch.float64, **settings)

@@ -12,7 +12,7 @@ import torch
 
 import tiny_trainer
 from grupo.errors import RewardError
-from grupo.rewards import run_alone, run_beside_scoring
+from grupo.rewards import exclusive, overlap_with_logprobs
 from tiny_trainer import Spy, make_trainer, weights
 
 OFF_POLICY = {"num_iterations": 2, "beta": 0.1, "max_steps": 4}
@@ -66,7 +66,7 @@ class Events:
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_reward_that_waits_goes_on_while_the_window_is_scored(tmp_path: Path, is_async: bool) -> None:
     events = Events()
-    judge = events.judge if is_async else run_beside_scoring(lambda **columns: events.waiting(**columns))
+    judge = events.judge if is_async else overlap_with_logprobs(lambda **columns: events.waiting(**columns))
     trainer = events.watch(make_trainer(tmp_path, reward_funcs=[judge, events.quick], **OFF_POLICY))
     trainer.train()
     # Two windows; the quick function computes, so it is done before.
@@ -131,7 +131,7 @@ def test_what_runs_alone_is_done_before_the_scoring(tmp_path: Path) -> None:
     async def alone(**columns: Any) -> list[float]:
         return await events.prompt(**columns)
 
-    trainer = events.watch(make_trainer(tmp_path, reward_funcs=[run_alone(alone), events.quick], beta=0.1))
+    trainer = events.watch(make_trainer(tmp_path, reward_funcs=[exclusive(alone), events.quick], beta=0.1))
     trainer.train()
     assert events.seen == ["judge", "quick", "scored"]
 

@@ -34,10 +34,11 @@ from grupo.recipes.build import (
 )
 from grupo.recipes.data import dataset_rows, recipe_rows
 from grupo.recipes.schema import Recipe, to_yaml
-from grupo.runs.folder import RunFolder, check_can_be_written, move_files
+from grupo.runs.folder import RunFolder, check_writable
 from grupo.trainer import GRPOTrainer
 from grupo.trainer.setup import mapping, policy
 from grupo.trainer.sft_trainer import sft_trainer
+from grupo.utils.files import move_files
 from grupo.utils.messages import pluralize
 
 FOLDER = "sft"
@@ -77,7 +78,7 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
     config = GRPOConfig(**training_fields(recipe))
     recipe, console = as_one_run(recipe, config, console)
     folder = str(recipe.training["output_dir"])
-    check_can_be_written(Path(folder))
+    check_writable(Path(folder))
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     say(console, phase.describe())
     set_seed(config.seed)

@@ -38,7 +38,7 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def name_of(model: Any) -> str:
+def model_name_or_path(model: Any) -> str:
     """Name or path that the model, or the base model of an adapter, was loaded from; empty if unknown."""
     return getattr(base_model(model).config, "_name_or_path", "") or ""
 
@@ -55,7 +55,7 @@ PROMPT_LEARNING = (
 )
 
 
-def check_kind(peft_config: Any) -> None:
+def check_adapter_supported(peft_config: Any) -> None:
     """Adapters must be a function of each layer's input alone: rows are packed, and the sampler decodes a copy.
 
     Raises:
@@ -97,7 +97,7 @@ def check_trainable(model: Any) -> tuple[int, int]:
         UnsupportedError: it has an adapter of a kind that is not supported.
     """
     for config in (getattr(model, "peft_config", None) or {}).values():
-        check_kind(config)
+        check_adapter_supported(config)
     check_quantized(model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(map(number_of_weights, model.parameters()))
@@ -113,19 +113,19 @@ def check_trainable(model: Any) -> tuple[int, int]:
     return trainable, total
 
 
-def adapter_settings(model: Any) -> dict[str, Any]:
+def describe_adapter(model: Any) -> dict[str, Any]:
     """The configuration of the adapter in plain values, named as in `lora.r`, or that there is none."""
     configs = getattr(model, "peft_config", None) or {}
     settings: dict[str, Any] = {"adapter": "none" if not configs else type(next(iter(configs.values()))).__name__}
     for config in configs.values():
         kind = config.peft_type.value.lower()
         for name, value in config.to_dict().items():
-            if name not in _NOT_ITS_FUNCTION:
+            if name not in _PROVENANCE_FIELDS:
                 settings[f"{kind}.{name}"] = _plain(value)
     return settings
 
 
-_NOT_ITS_FUNCTION = frozenset(
+_PROVENANCE_FIELDS = frozenset(
     {
         *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "task_type", "inference_mode"),
         *("init_lora_weights", "runtime_config", "peft_type"),
@@ -153,7 +153,7 @@ def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def ids_of_stop_texts(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]:
+def encode_stop_strings(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]:
     """The token of each text that is to end a completion.
 
     Raises:

@@ -14,12 +14,12 @@ from safetensors import SafetensorError
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from grupo.errors import ConfigError, summarize_error
-from grupo.models.inspect import base_model, name_of
-from grupo.utils.hub import is_out_of_reach
+from grupo.models.inspect import base_model, model_name_or_path
+from grupo.utils.hub import is_unreachable
 
 logger = logging.getLogger("grupo")
 
-WHERE = ("revision", "cache_dir", "token")
+HUB_KWARGS = ("revision", "cache_dir", "token")
 """Keywords of from_pretrained that say where files are."""
 
 
@@ -40,7 +40,7 @@ def load_policy(
     kwargs.setdefault("dtype", kwargs.pop("torch_dtype", torch.float32))
     if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
         known = (*DTYPES, "float64")
-        kwargs["dtype"] = dtype_named(kwargs["dtype"], setting="model_init_kwargs: dtype", known=known)
+        kwargs["dtype"] = parse_dtype(kwargs["dtype"], setting="model_init_kwargs: dtype", known=known)
     wanted = kwargs.get("attn_implementation")
     if wanted == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         logger.warning("attn_implementation='flash_attention_2' needs the package flash-attn; 'sdpa' is used instead.")
@@ -48,7 +48,7 @@ def load_policy(
     if quantization_config is not None:
         kwargs["quantization_config"] = quantization_config
     loader: Any = AutoModelForCausalLM
-    from_cache = is_out_of_reach(name_or_path)
+    from_cache = is_unreachable(name_or_path)
     if from_cache:
         kwargs["local_files_only"] = True
         # The look for an adapter has keywords of its own.
@@ -101,7 +101,7 @@ def supports_bfloat16() -> bool:
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def dtype_named(dtype: str | torch.dtype, *, setting: str = "dtype", known: Sequence[str] = DTYPES) -> torch.dtype:
+def parse_dtype(dtype: str | torch.dtype, *, setting: str = "dtype", known: Sequence[str] = DTYPES) -> torch.dtype:
     """Raises a ConfigError where a dtype, given itself or by name, is none of the known ones."""
     name = str(dtype).removeprefix("torch.")
     if name not in known:
@@ -120,14 +120,14 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    name = name_of(model)
+    name = model_name_or_path(model)
     if not name:
         raise ConfigError(
             "The model does not say where it was loaded from, so its tokenizer cannot be found. Pass the tokenizer: "
             "GRPOTrainer(..., processing_class=tokenizer)."
         )
-    where = {key: value for key, value in (model_init_kwargs or {}).items() if key in WHERE and value is not None}
-    from_cache = is_out_of_reach(name)
+    where = {key: value for key, value in (model_init_kwargs or {}).items() if key in HUB_KWARGS and value is not None}
+    from_cache = is_unreachable(name)
     if from_cache:
         where["local_files_only"] = True
     try:
@@ -141,7 +141,7 @@ def load_tokenizer(
         ) from error
 
 
-def keep_savable(model: Any) -> None:
+def repair_generation_config(model: Any) -> None:
     """Takes a generation_config that contradicts itself for one that was read like this.
 
     Many models are published with a temperature and without do_sample. transformers saves that as long as nobody has
@@ -159,14 +159,14 @@ def keep_savable(model: Any) -> None:
             base.generation_config = type(config).from_pretrained(scratch)
 
 
-def let_gradients_in(model: Any) -> None:
+def enable_input_grads(model: Any) -> None:
     """Re-entrant checkpointing sees no input that needs a gradient when only adapters are trained."""
     embeddings = model.get_input_embeddings()
     if hasattr(model, "enable_input_require_grads") and not any(p.requires_grad for p in embeddings.parameters()):
         model.enable_input_require_grads()
 
 
-def prepared_for_adapter(model: Any) -> Any:
+def prepare_for_kbit_training(model: Any) -> Any:
     """A quantised model with its norms and embeddings in float32; any other as it is."""
     from peft import prepare_model_for_kbit_training
 

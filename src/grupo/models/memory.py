@@ -45,10 +45,10 @@ def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
     """What backward needs of one token, by the sizes in the model's configuration; None where it does not tell them.
 
     Per layer: inputs of both norms, queries, keys and values, attention output twice, and two tensors as wide as the
-    feed-forward part, or four where none is recomputed (`cheap_activations_recomputed`). With checkpointing one layer
+    feed-forward part, or four where none is recomputed (`recompute_cheap_activations`). With checkpointing one layer
     of that, whole, and the input of every layer.
     """
-    sizes = Sizes.of(base)
+    sizes = LayerWidths.of(base)
     if sizes is None:
         return None
     kept = 2 if not checkpointing and any(map(is_gated, base.modules())) else 4
@@ -59,7 +59,7 @@ def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerWidths:
     """Numbers of one token in the tensors of one layer."""
 
     layers: int
@@ -77,7 +77,7 @@ class Sizes:
         return kept * self.hidden + 3 * self.queries + 2 * self.keys + kept * self.inner
 
     @classmethod
-    def of(cls, base: Any) -> Sizes | None:
+    def of(cls, base: Any) -> LayerWidths | None:
         """None where the model's configuration does not tell them."""
         config = base.config.get_text_config() if hasattr(base, "config") else None
         hidden, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)

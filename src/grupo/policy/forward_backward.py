@@ -22,8 +22,8 @@ from grupo.algo.losses import GRPOLoss, LossInputs, LossOutput, StepTotals
 from grupo.errors import TrainingError
 from grupo.metrics import AllGather, MetricAccumulator
 from grupo.models.activation_offload import offload_activations
-from grupo.models.activation_recompute import cheap_activations_recomputed
-from grupo.models.inplace_lora import lora_added_in_place
+from grupo.models.activation_recompute import recompute_cheap_activations
+from grupo.models.inplace_lora import inplace_lora
 from grupo.models.memory import is_out_of_memory, trim_between_layers
 from grupo.policy.batching import collate, micro_batches
 from grupo.policy.logprob_model import LogprobModel, TokenLogprobs, disable_dropout
@@ -125,9 +125,9 @@ class ForwardBackward:
         recomputing = None if self.checkpointing or self.offload_activations else decoder
         with (
             self.logprob_model.attention(),
-            lora_added_in_place(self.logprob_model.base),
+            inplace_lora(self.logprob_model.base),
             trim_between_layers(decoder, device),
-            cheap_activations_recomputed(recomputing),
+            recompute_cheap_activations(recomputing),
         ):
             yield
 

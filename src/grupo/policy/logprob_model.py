@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from grupo.models.inspect import base_model, vocabulary_size
 from grupo.models.quantization import arithmetic_dtype
-from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD, hidden_windows, packed_attention, why_not_packed
+from grupo.models.shared_prompt_attention import (
+    LAYOUT_KEYWORD,
+    missing_window_reason,
+    packed_attention,
+    packing_unsupported_reason,
+)
 from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
 from grupo.types import MicroBatch, TrainingSample
@@ -146,7 +151,7 @@ class LogprobModel:
 
         The comparison is of numbers, as a model may accept the layout and ignore it (linear attention does).
         """
-        reason = why_not_packed(self.base) or self._sharing_differs(module, device)
+        reason = packing_unsupported_reason(self.base) or self._sharing_differs(module, device)
         if reason is None:
             return True
         logger.info("Prompts are computed once per completion, not once per group: %s.", reason)
@@ -173,7 +178,7 @@ class LogprobModel:
         if not difference <= tolerance:
             return f"with packed rows log-probs of this model are off by {difference:.1e} nats"
         assert packed.layout is not None
-        return hidden_windows(self.base, packed.layout)
+        return missing_window_reason(self.base, packed.layout)
 
     def _check_head(self, module: nn.Module, device: torch.device) -> bool:
         """Whether hidden states times the head's weight are the model's logits; told once where they are not."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from grupo.errors import ConfigError
-from grupo.models.peft_io import why_base_is_lost
+from grupo.models.peft_io import base_unavailable_reason
 
 
 class Reference(Protocol):
@@ -82,7 +82,7 @@ class AdapterDisabledReference:
     description = "the base model, without the adapter"
 
     def __init__(self, model: Any) -> None:
-        problem = why_base_is_lost(model)
+        problem = base_unavailable_reason(model)
         if problem:
             raise ConfigError(
                 f"reference_policy='base' is the model with its adapter switched off, but {problem}. Set it to 'start'."

@@ -18,16 +18,17 @@ from transformers.trainer_callback import ExportableState
 
 from grupo.errors import ConfigError
 from grupo.runs.checkpoint import (
-    damage,
+    checkpoint_problems,
+    checkpoint_steps,
     delete_old_checkpoints,
-    numbers_of_checkpoints,
-    put_finished_in_place,
     read_marker,
+    recover_finished,
     write_checkpoint,
 )
 from grupo.runs.completions_table import CompletionTable
-from grupo.runs.folder import CUT, RunFolder, manifest, model_hash
-from grupo.runs.resume_check import check_same_run
+from grupo.runs.folder import DISCARDED, RunFolder
+from grupo.runs.manifest import manifest, model_hash
+from grupo.runs.resume_check import check_resume_compatible
 from grupo.runs.stop_signals import StopSignals
 from grupo.trainer.hub import HubTrainer
 from grupo.trainer.rollout_window import load_state, save_state
@@ -98,13 +99,13 @@ class ResumableTrainer(HubTrainer):
                 output = super().train(checkpoint, *args, **kwargs)
         finally:
             self.args.eval_on_start = eval_on_start
-        if self.stop_signals.received is not None and self.is_world_process_zero():
+        if self.stop_signals.signum is not None and self.is_world_process_zero():
             logger.warning(
                 "The run was stopped behind step %d; %s.",
                 self.state.global_step,
                 f"its last checkpoint is {self._last_checkpoint}" if self._last_checkpoint else "it has no checkpoint",
             )
-        self.stop_signals.end_if_received()
+        self.stop_signals.raise_if_received()
         # The base class divides by the steps of this call alone.
         return output._replace(training_loss=output.metrics["train_loss"])
 
@@ -124,7 +125,7 @@ class ResumableTrainer(HubTrainer):
         finally:
             self.args.save_total_limit = limit
         best = self._kept_as_best()
-        if limit == 1 and best and self.args.should_save and self.stop_signals.received is None:
+        if limit == 1 and best and self.args.should_save and self.stop_signals.signum is None:
             delete_old_checkpoints(Path(str(self.args.output_dir)), limit, kept=best)
         return output
 
@@ -146,9 +147,9 @@ class ResumableTrainer(HubTrainer):
 
     def _stop_is_asked_for(self) -> bool:
         """Whether a signal came to any process; all of them decide alike, and end with its exit code."""
-        received = [number for number in self._all_gather(self.stop_signals.received) if number is not None]
+        received = [number for number in self._all_gather(self.stop_signals.signum) if number is not None]
         if received:
-            self.stop_signals.received = received[0]
+            self.stop_signals.signum = received[0]
         return bool(received)
 
     def _all_gather(self, item: Any) -> list[Any]:
@@ -202,7 +203,7 @@ class ResumableTrainer(HubTrainer):
             "settings": self.run_settings(),
         }
         problem = write_checkpoint(
-            target, self._write_checkpoint, about=about, seals=self.args.should_save, all_gather=self._all_gather
+            target, self._write_checkpoint, about=about, is_writer=self.args.should_save, all_gather=self._all_gather
         )
         if problem is not None:
             self.state.best_model_checkpoint = best
@@ -219,7 +220,7 @@ class ResumableTrainer(HubTrainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
             # It may have copied this checkpoint's model into the folder, or an earlier push that of an earlier one.
-            self.run_folder.model_is_saved(self.state.global_step - 1)
+            self.run_folder.record_saved_step(self.state.global_step - 1)
         if self.args.should_save:
             delete_old_checkpoints(folder, self.args.save_total_limit, kept=[target, *self._kept_as_best()])
 
@@ -227,7 +228,7 @@ class ResumableTrainer(HubTrainer):
         """As in the base class; the manifest of a run says of which step the model in its folder is."""
         super().save_model(output_dir, _internal_call)
         if Path(output_dir or str(self.args.output_dir)).resolve() == self.run_folder.path.resolve():
-            self.run_folder.model_is_saved(self.state.global_step)
+            self.run_folder.record_saved_step(self.state.global_step)
 
     def _best_checkpoint(self, folder: Path, coming: Path | None = None) -> str | None:
         """The checkpoint of the best evaluation, which is there or `coming`."""
@@ -291,7 +292,7 @@ class ResumableTrainer(HubTrainer):
                 f"has {self.args.world_size}: each process goes on with its own completions. Start it with "
                 f"{marker['world_size']}."
             )
-        check_same_run(folder, marker["settings"], self.run_settings(), accept_changes)
+        check_resume_compatible(folder, marker["settings"], self.run_settings(), accept_changes)
         self._checked = str(folder)
         return self._checked
 
@@ -299,8 +300,8 @@ class ResumableTrainer(HubTrainer):
         """Whether a run in `output_dir` has come to its first checkpoint, for all processes."""
         run = Path(str(self.args.output_dir))
         if self.args.should_save:
-            put_finished_in_place(run)
-        return any(self._all_gather(bool(numbers_of_checkpoints(run))))
+            recover_finished(run)
+        return any(self._all_gather(bool(checkpoint_steps(run))))
 
     def _newest_checkpoint(self, run: Path) -> Path:
         """The newest checkpoint that is whole on every machine."""
@@ -310,7 +311,7 @@ class ResumableTrainer(HubTrainer):
                 "are made with save_strategy='steps', and can be resumed from unless save_only_model=True."
             )
         damaged: list[str] = []
-        for number in sorted({n for numbers in self._all_gather(numbers_of_checkpoints(run)) for n in numbers})[::-1]:
+        for number in sorted({n for numbers in self._all_gather(checkpoint_steps(run)) for n in numbers})[::-1]:
             folder = run / f"checkpoint-{number}"
             wrong = self._damage(folder)
             if not wrong:
@@ -324,7 +325,7 @@ class ResumableTrainer(HubTrainer):
         )
 
     def _check_stays(self, folder: Path) -> None:
-        cut = self.run_folder.path / CUT
+        cut = self.run_folder.path / DISCARDED
         if cut.resolve() in folder.resolve().parents:
             raise ConfigError(
                 f"The checkpoint {folder} is among what was cut from the run in {self.run_folder.path}, and would be "
@@ -343,7 +344,7 @@ class ResumableTrainer(HubTrainer):
 
     def _damage(self, folder: Path) -> list[str]:
         """What is wrong with a checkpoint; one process of each machine reads it."""
-        found = self._all_gather(damage(folder) if self.args.should_save else [])
+        found = self._all_gather(checkpoint_problems(folder) if self.args.should_save else [])
         return list(dict.fromkeys(text for texts in found for text in texts))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -356,7 +357,7 @@ class ResumableTrainer(HubTrainer):
         self.state.best_model_checkpoint = self._best_checkpoint(Path(checkpoint).parent)
         state = load_state(Path(checkpoint), rank=self.args.process_index)
         if self._is_own(Path(checkpoint)):
-            self.run_folder.cut_back(self.state.global_step, state["positions"], logged_step=state["logged_step"])
+            self.run_folder.truncate_to(self.state.global_step, state["positions"], logged_step=state["logged_step"])
         self.completion_table.load(Path(checkpoint))
         self.load_run_state(state)
         self._last_checkpoint = Path(checkpoint)

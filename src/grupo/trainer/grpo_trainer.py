@@ -42,32 +42,32 @@ from grupo.data.prompts import (
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.metrics import MetricAccumulator, merge_metrics
 from grupo.models.inspect import (
-    adapter_settings,
     base_model,
     check_stop_token_ids,
     check_trainable,
     context_length,
-    ids_of_stop_texts,
-    name_of,
+    describe_adapter,
+    encode_stop_strings,
+    model_name_or_path,
     quantization,
     stop_token_ids,
     vocabulary_size,
 )
-from grupo.models.load import let_gradients_in
-from grupo.models.load_options import asked_of
+from grupo.models.load import enable_input_grads
+from grupo.models.load_options import load_options
 from grupo.models.memory import default_token_budget
-from grupo.models.peft_io import warn_of_vocabulary
+from grupo.models.peft_io import check_vocab_consistency
 from grupo.policy.forward_backward import ForwardBackward, StepResult
 from grupo.policy.logprob_model import LogprobModel, disable_dropout
 from grupo.policy.reference import ReferencePolicy, reference_policy
-from grupo.rewards.execution.runner import RewardFunctions
+from grupo.rewards.library.reward_model import RewardFunctions
 from grupo.rollout.collector import RolloutCollector, RolloutResult
 from grupo.rollout.engine import Engine
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.schedule import rank_slice, schedule_completions
 from grupo.runs.completions_table import CompletionTable
-from grupo.runs.folder import RunFolder, check_can_be_written
-from grupo.runs.latest import newest_model
+from grupo.runs.folder import RunFolder, check_writable
+from grupo.runs.latest import resolve_latest
 from grupo.trainer.checkpointing import ResumableTrainer
 from grupo.trainer.health import GradientGuard, SamplerCheck, SignalCheck
 from grupo.trainer.rollout_window import Window
@@ -153,9 +153,9 @@ class GRPOTrainer(ResumableTrainer):
         )
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         if args is None:
-            name = model if isinstance(model, str) else name_of(model)
+            name = model if isinstance(model, str) else model_name_or_path(model)
             args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
-        model = newest_model(model) if isinstance(model, str) else model
+        model = resolve_latest(model) if isinstance(model, str) else model
         if not isinstance(args, GRPOConfig):
             raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
         self.config = args
@@ -166,7 +166,7 @@ class GRPOTrainer(ResumableTrainer):
                 raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
             logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
             processing_class = tokenizer
-        check_can_be_written(Path(str(args.output_dir)))
+        check_writable(Path(str(args.output_dir)))
         self.rewards = reward_runner(reward_funcs, args, reward_processing_classes)
         train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
         # What can be refused without the model is refused before it is loaded.
@@ -185,15 +185,15 @@ class GRPOTrainer(ResumableTrainer):
             peft_config=peft_config,
         )
         self.trainable_parameters, self.total_parameters = check_trainable(model)
-        asked = asked_of(model)
+        asked = load_options(model)
         self.context_length = min(filter(None, (context_length(model), asked.max_seq_length)), default=None)
         self.vocabulary_size = vocabulary_size(model)
         check_stop_token_ids(args.sampling_spec().stop_token_ids, self.vocabulary_size)
-        warn_of_vocabulary(model, self.tokenizer)
+        check_vocab_consistency(model, self.tokenizer)
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
         self.stop_token_ids = (
             *stop_token_ids(self.tokenizer, model),
-            *ids_of_stop_texts(self.tokenizer, args.stop_texts),
+            *encode_stop_strings(self.tokenizer, args.stop_texts),
         )
         self.train_rows = self.tokenized_rows(train_dataset, "training") if train_dataset is not None else []
         if train_dataset is not None:
@@ -227,7 +227,7 @@ class GRPOTrainer(ResumableTrainer):
         # The loss is divided by the denominators of the whole step; nothing is left to divide.
         self.model_accepts_loss_kwargs = False
         if self.args.gradient_checkpointing:
-            let_gradients_in(self.model)
+            enable_input_grads(self.model)
         self.take_reference()
         self.engine: Engine = engine or LocalEngine(
             self.model, decode=self._decode, stop_token_ids=self.stop_token_ids, autocast=self.accelerator.autocast
@@ -320,7 +320,7 @@ class GRPOTrainer(ResumableTrainer):
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(self.state),
                 dynamic_sampling=make_dynamic_sampling(self.config, self.prompt_stream),
-                meanwhile=functools.partial(score, first=first) if is_last and beside_rewards else None,
+                while_waiting=functools.partial(score, first=first) if is_last and beside_rewards else None,
             )
             self._record_rollout(result)
             samples.update({number + first: sample for number, sample in result.samples.items()})
@@ -348,7 +348,7 @@ class GRPOTrainer(ResumableTrainer):
         """Not where rewards decide what is scored at all."""
         is_scored = self.plan.steps_per_rollout > 1 or self.reference is not None
         is_chosen = self.config.dynamic_sampling or self.config.num_generations_trained is not None
-        return is_scored and not is_chosen and self.rewards.some_run_beside_scoring
+        return is_scored and not is_chosen and self.rewards.overlaps_logprobs
 
     def take_reference(self) -> None:
         """Makes the policy as it is now the one that the KL term holds on to, unless that is the base model."""
@@ -474,7 +474,7 @@ class GRPOTrainer(ResumableTrainer):
             settings=self.config.advantage_settings(),
             trainer_state=copy.copy(self.state),
             seed_scope="eval",
-            rows_at_once=self.eval_rows_at_once(),
+            completions_at_once=self.eval_completions_at_once(),
         )
         self.run_folder.append_completions(
             result.groups, step=self.state.global_step, reward_names=self.rewards.names, split=metric_key_prefix
@@ -499,7 +499,7 @@ class GRPOTrainer(ResumableTrainer):
         self._check_columns(None, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 
-    def eval_rows_at_once(self) -> int | None:
+    def eval_completions_at_once(self) -> int | None:
         """`per_device_eval_batch_size` where the user set it; otherwise all rows are sampled together."""
         explicit = "per_device_eval_batch_size" in self.config.explicit_fields
         return self.config.per_device_eval_batch_size if explicit else None
@@ -570,7 +570,7 @@ class GRPOTrainer(ResumableTrainer):
         self._spend("rewarding", result.seconds_rewarding)
         about: dict[str, Any] = {"step": self.state.global_step + 1, "reward_names": self.rewards.names}
         self.run_folder.append_completions(result.groups, **about)
-        self.run_folder.append_completions(result.dropped, **about, replaced=True)
+        self.run_folder.append_completions(result.replaced, **about, replaced=True)
         if self.config.log_completions:
             self.completion_table.add(result.groups, self.state.global_step + 1, result.extras)
 
@@ -601,19 +601,19 @@ class GRPOTrainer(ResumableTrainer):
     def run_settings(self) -> dict[str, Any]:
         return {
             **compared_settings(self.config, self.plan),
-            **adapter_settings(self.model),
+            **describe_adapter(self.model),
             "parameters": self.total_parameters,
             "trainable_parameters": self.trainable_parameters,
             "model": self.hash_of_start(),
             "prompts": len(self.train_rows),
             "dataset": self._hash_of_rows,
-            "rewards": self.rewards.identities,
+            "rewards": self.rewards.fingerprints,
         }
 
     def about_run(self) -> dict[str, Any]:
         return {
             "seed": self.config.seed,
-            "model_name": name_of(self.model),
+            "model_name": model_name_or_path(self.model),
             "plan": self.plan.describe(),
             "trainable_parameters": self.trainable_parameters,
             "parameters": self.total_parameters,

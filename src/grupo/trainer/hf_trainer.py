@@ -11,7 +11,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import align_special_tokens
 
-from grupo.models.load import keep_savable
+from grupo.models.load import repair_generation_config
 from grupo.models.peft_io import save_adapter
 
 
@@ -21,7 +21,7 @@ class AdapterTrainer(Trainer):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         align_special_tokens(self.model, self.processing_class)  # as the base class does when training begins
-        keep_savable(self.model)
+        repair_generation_config(self.model)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Private in the base class, but both `save_model` and checkpoints come here."""

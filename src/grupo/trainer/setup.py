@@ -24,14 +24,14 @@ from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
 from grupo.models.inspect import check_causal
 from grupo.models.load import load_tokenizer
-from grupo.models.load_options import Asked
-from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, weight_sums
+from grupo.models.load_options import LoadOptions
+from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, parameter_checksums
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
-from grupo.rewards.execution.runner import RewardFunctions, RewardRunner
-from grupo.rewards.library.reward_model import with_reward_models
+from grupo.rewards.execution.runner import RewardRunner
+from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
 from grupo.rollout.groups import DynamicSampling
-from grupo.runs.folder import read_json
-from grupo.runs.resume_check import FREE, WATCHED
+from grupo.runs.resume_check import IGNORED, METRIC_DRIVEN
+from grupo.utils.files import read_json
 from grupo.utils.messages import did_you_mean, pluralize
 
 logger = logging.getLogger("grupo")
@@ -63,7 +63,7 @@ class _StepArguments(GRPOConfig):
         return {**super().to_dict(), "gradient_accumulation_steps": self.users_gradient_accumulation_steps}
 
 
-def one_item_per_step(config: GRPOConfig, asked: Asked) -> GRPOConfig:
+def one_item_per_step(config: GRPOConfig, asked: LoadOptions) -> GRPOConfig:
     """A copy with accumulation 1, and checkpointing as the model was asked for where `config` leaves it open.
 
     `dataclasses.replace` would run `__post_init__` again and reset accelerate.
@@ -79,7 +79,7 @@ def one_item_per_step(config: GRPOConfig, asked: Asked) -> GRPOConfig:
     return args
 
 
-def _set_checkpointing(args: GRPOConfig, asked: Asked) -> None:
+def _set_checkpointing(args: GRPOConfig, asked: LoadOptions) -> None:
     names = {f"{kind}_checkpointing{end}" for kind in ("gradient", "activation") for end in ("", "_kwargs")}
     if names & args.explicit_fields:
         if bool(args.gradient_checkpointing) != asked.checkpointing:
@@ -99,12 +99,13 @@ class UnchangedIsTold(TrainerCallback):
     """Says so where training has left every weight as it was: the saved model would be the one that was loaded."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._start, self._first_step = weight_sums(model), state.global_step
+        self._start, self._first_step = parameter_checksums(model), state.global_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         steps = state.global_step - self._first_step
-        if steps and weight_sums(model) == self._start:
-            reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
+        if steps and parameter_checksums(model) == self._start:
+            no_gradient = "no step had a gradient (see frac_reward_zero_std)"
+            reason = no_gradient if args.learning_rate else "learning_rate is 0"
             logger.warning(
                 "%s changed none of the %s: %s. The saved model is the one that training began with.",
                 pluralize(steps, "optimizer step"),
@@ -238,7 +239,7 @@ def reward_runner(
 ) -> RewardRunner:
     if reward_funcs is None:
         raise ConfigError("GRPOTrainer needs reward_funcs: one function, or a list of functions, of the completions.")
-    functions = with_reward_models(
+    functions = wrap_reward_models(
         reward_funcs,
         reward_processing_classes,
         chat_template_kwargs=mapping(config.chat_template_kwargs),
@@ -297,7 +298,7 @@ def entropy_controller(config: GRPOConfig) -> EntropyController | None:
 
 def compared_settings(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
     """Name -> plain value of the settings that a resumed run shares with the one that was interrupted."""
-    fields = (field.name for field in dataclasses.fields(config) if field.name not in FREE)
+    fields = (field.name for field in dataclasses.fields(config) if field.name not in IGNORED)
     sampling = config.sampling_spec()
     settings = {
         **{name: _plain(getattr(config, name)) for name in fields},
@@ -310,7 +311,7 @@ def compared_settings(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
         "steps_per_generation": plan.steps_per_generation,
     }
     if settings["lr_scheduler_type"] in WATCHING_SCHEDULES:
-        settings |= {name: _plain(getattr(config, name)) for name in WATCHED}
+        settings |= {name: _plain(getattr(config, name)) for name in METRIC_DRIVEN}
     is_steady = settings["lr_scheduler_type"] in STEADY_SCHEDULES and not 0 < config.warmup_steps < 1
     return settings if is_steady else {**settings, "steps": plan.total_steps(config.num_train_epochs, config.max_steps)}
 

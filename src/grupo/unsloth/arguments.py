@@ -64,7 +64,7 @@ ADAPTER_PASSED_ON = (
 """Arguments of get_peft_model that peft's LoraConfig gets as they are."""
 
 
-def settle(
+def resolve_kwargs(
     where: str,
     given: Mapping[str, Any],
     *,

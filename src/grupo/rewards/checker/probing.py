@@ -101,7 +101,7 @@ class Subject:
             self.report(name, f"On {pluralize(len(probes), 'completion')} ({kind}): {error}")
             return None
         for failure in table.failures:
-            where = f"on {shown(probes[failure.rows[0]][1])} ({kind})"
+            where = f"on {shown(probes[failure.indices[0]][1])} ({kind})"
             if failure.kind == "timeout":
                 self.broken = True
                 self.report("timeout", f"Of {pluralize(len(probes), 'completion')} ({kind}), {failure.message}.")
