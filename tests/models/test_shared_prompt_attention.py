@@ -410,7 +410,7 @@ def variant(kind, family, **config):
 
 UNFIT = {
     "linear attention": (lambda: family_model("Qwen3.5"), "off by"),
-    "drops the layout": (lambda: variant(DropsTheLayout, "Llama"), "does not take packed rows"),
+    "drops the layout": (lambda: variant(DropsTheLayout, "Llama"), "does not accept packed sequences"),
     "ignores the layout": (lambda: variant(HasItsOwnAttention, "Llama"), "off by"),
     "no further keywords": (lambda: variant(NoFurtherKeywords, "Llama"), "no further keywords"),
     # Longer than anything in here: no number could tell.
