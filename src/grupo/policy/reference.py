@@ -37,9 +37,7 @@ class ReferencePolicy:
 
     def __init__(self, model: nn.Module) -> None:
         has_adapter = bool(getattr(model, "peft_config", None))
-        self.description = (
-            "the model with its adapter as it is at the start" if has_adapter else "the model at the start"
-        )
+        self.description = "the start model with its adapter" if has_adapter else "the start model"
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._snapshot = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
