@@ -67,14 +67,14 @@ def evaluate_held_out(
     samples_per_prompt: int,
     sampling: SamplingSpec,
     weights: Sequence[float] | None = None,
-    rows_at_once: int | None = None,
+    completions_at_once: int | None = None,
     world_size: int = 1,
     rank: int = 0,
 ) -> HeldOutResult:
     """Samples `samples_per_prompt` answers to every row and scores them with the weighted sum of the run's rewards.
 
-    Each rank answers its share of the prompts, and all ranks get the result of all. At most `rows_at_once` answers are
-    sampled together; None: all.
+    Each rank answers its share of the prompts, and all ranks get the result of all. At most `completions_at_once`
+    answers are sampled together; None: all.
 
     The random numbers depend on the run's seed, the prompt and the place of the sample only, so that two evaluations in
     one run differ by the model alone.
@@ -96,7 +96,7 @@ def evaluate_held_out(
             max_failed_share=0.0,
         ),
         seed_scope="held-out",
-        rows_at_once=rows_at_once,
+        completions_at_once=completions_at_once,
     )
     groups = tuple(itertools.chain(*collector.all_gather(result.groups)))
     for group in groups:

@@ -49,7 +49,7 @@ def measured_pass_rates(
             max_failed_share=config.max_failed_reward_share,
         ),
         seed_scope="pass rate",
-        rows_at_once=trainer.plan.completions_per_rollout // world_size,
+        completions_at_once=trainer.plan.completions_per_rollout // world_size,
     )
     rates: list[float | None] = [None] * len(dataset)
     place = {number: place for place, number in enumerate(row_numbers(dataset))}

@@ -9,7 +9,7 @@ from typing import Any
 REWARD_CURVE = "reward.svg"
 COLUMNS = {
     "reward": ("reward", "{:.3f}"),
-    "live_group_share": ("groups with a signal", "{:.0%}"),
+    "frac_reward_zero_std": ("zero-variance groups", "{:.0%}"),
     "completions/mean_length": ("tokens", "{:.1f}"),
     "completions/clipped_ratio": ("truncated", "{:.0%}"),
     "entropy": ("entropy", "{:.3f}"),

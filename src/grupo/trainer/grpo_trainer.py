@@ -321,7 +321,7 @@ class GRPOTrainer(ResumableTrainer):
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(self.state),
                 dynamic_sampling=make_dynamic_sampling(self.config, self.prompt_stream),
-                meanwhile=functools.partial(score, first=first) if is_last and beside_rewards else None,
+                while_waiting=functools.partial(score, first=first) if is_last and beside_rewards else None,
             )
             self._record_rollout(result)
             samples.update({number + first: sample for number, sample in result.samples.items()})
@@ -475,7 +475,7 @@ class GRPOTrainer(ResumableTrainer):
             settings=advantage_settings(self.config),
             trainer_state=copy.copy(self.state),
             seed_scope="eval",
-            rows_at_once=self.eval_rows_at_once(),
+            completions_at_once=self.eval_completions_at_once(),
         )
         self.run_folder.append_completions(
             result.groups, step=self.state.global_step, reward_names=self.rewards.names, split=metric_key_prefix
@@ -500,7 +500,7 @@ class GRPOTrainer(ResumableTrainer):
         self._check_columns(None, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 
-    def eval_rows_at_once(self) -> int | None:
+    def eval_completions_at_once(self) -> int | None:
         """`per_device_eval_batch_size` where the user set it; otherwise all rows are sampled together."""
         explicit = "per_device_eval_batch_size" in self.config.explicit_fields
         return self.config.per_device_eval_batch_size if explicit else None
@@ -571,7 +571,7 @@ class GRPOTrainer(ResumableTrainer):
         self._spend("rewarding", result.seconds_rewarding)
         about: dict[str, Any] = {"step": self.state.global_step + 1, "reward_names": self.rewards.names}
         self.run_folder.append_completions(result.groups, **about)
-        self.run_folder.append_completions(result.dropped, **about, replaced=True)
+        self.run_folder.append_completions(result.replaced, **about, replaced=True)
         if self.config.log_completions:
             self.completion_table.add(result.groups, self.state.global_step + 1, result.extras)
 

@@ -105,7 +105,8 @@ class UnchangedIsTold(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         steps = state.global_step - self._first_step
         if steps and parameter_checksums(model) == self._start:
-            reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
+            no_gradient = "no step had a gradient (see frac_reward_zero_std)"
+            reason = no_gradient if args.learning_rate else "learning_rate is 0"
             logger.warning(
                 "%s changed none of the %s: %s. The saved model is the one that training began with.",
                 pluralize(steps, "optimizer step"),
