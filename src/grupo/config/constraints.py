@@ -16,16 +16,15 @@ from transformers import SchedulerType
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
+from grupo.algo.registry import LOSSES
 from grupo.errors import ConfigError
 from grupo.utils.messages import did_you_mean
 
 if TYPE_CHECKING:
     from grupo.config.grpo_config import GRPOConfig
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gspo")
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "loss_type": LOSS_TYPES,
+CHOICES: dict[str, Collection[str]] = {
+    "loss_type": LOSSES.keys(),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
