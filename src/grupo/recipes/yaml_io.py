@@ -76,8 +76,8 @@ def _without_tokens(training: Mapping[str, Any]) -> dict[str, Any]:
 
 def _yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False  # type: ignore[assignment]
-    yaml.sort_base_mapping_type_on_output = False
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     return yaml
 
 

@@ -70,14 +70,15 @@ def describe_tasks() -> list[str]:
     for name in TASKS:
         if name in BUILT_IN:
             spec = BUILT_IN[name]
-            sizes, levels, rewards, sample = "It needs reasoning-gym", tuple(spec.levels), spec.rewards, spec.sample
-            description = spec.description
+            description, levels, rewards = spec.description, tuple(spec.levels), spec.rewards
+            sizes = "It needs reasoning-gym"
+            question, answer = spec.sample
         else:
             task = make_task(name)
             description, levels, rewards = task.description, task.levels, task.rewards
             sizes = f"{len(task.train)} training prompts, {len(task.held_out)} held out"
-            sample = (task.train[0]["prompt"][0]["content"], task.train[0].get("answer"))
+            question, answer = task.train[0]["prompt"][0]["content"], task.train[0].get("answer", "")
         lines.append(f"{name}: {description} {sizes}; rewards {', '.join(rewards)}")
         lines += [f"    level {level}: {text}" for level, text in enumerate(levels, start=1)]
-        lines.append(f"    sample: {sample[0]!r}" + ("" if sample[1] is None else f" -> {sample[1]!r}"))
+        lines.append(f"    sample: {question!r}" + (f" -> {answer!r}" if answer else ""))
     return [*lines, f"{PREFIX}NAME: any task of reasoning-gym, with its own scorer; pip install reasoning-gym"]
