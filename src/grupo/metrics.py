@@ -29,7 +29,7 @@ STEP_METRICS = frozenset(
         ),
         *("step_time", "time/generating", "time/rewarding", "time/logprobs", "time/updating"),
         *("dynamic_sampling/rounds", "dynamic_sampling/groups", "dynamic_sampling/kept_share"),
-        *("dynamic_sampling/live_share", "curriculum/level", "curriculum/success_rate"),
+        *("dynamic_sampling/zero_variance_share", "curriculum/level", "curriculum/success_rate"),
     }
 )
 """Metric names of a training step; those of rollouts, reward functions and the end of a run are not included."""

@@ -56,7 +56,7 @@ def test_settings_exist() -> None:
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
     named = {re.match(r"(\w+)=", quoted)[1] for quoted in QUOTED if re.match(r"\w+=", quoted)}  # type: ignore[index]
     named |= {quoted for quoted in QUOTED if re.fullmatch(r"[a-z]+(_[a-z]+)+", quoted)}
-    others = {"completions", "live_group_share", "frac_reward_zero_std", "math_verify", "math_accuracy", "peft_config"}
+    others = {"completions", "frac_reward_zero_std", "math_verify", "math_accuracy", "peft_config"}
     others |= {"base_model_name_or_path", "processing_class", "attn_implementation", "chat_template"}
     assert named - others <= fields
 

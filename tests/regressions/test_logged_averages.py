@@ -191,7 +191,6 @@ def wanted_metrics(rollouts, steps):
         "rewards/reward/failed_share": 0.0,
         "reward_within_group_std": mean([group.std() for group in groups]),
         "frac_reward_zero_std": dead,
-        "live_group_share": 1 - dead,
         "completions/mean_length": mean([row.length for row in rows]),
         "completions/min_length": min(row.length for row in rows),
         "completions/max_length": max(row.length for row in rows),

@@ -207,12 +207,12 @@ def test_equal_rewards_are_no_signal(value, group, scale):
     for rewards in ([value] * group, [np.float32(value)] * group, [noisy[index % 4] for index in range(group)]):
         scores = torch.tensor([[float(reward)] for reward in rewards], dtype=torch.float64)
         result = compute_advantages(scores, [0] * group, scale=scale)
-        assert result.advantages.tolist() == [0.0] * group and not result.live.any()
+        assert result.advantages.tolist() == [0.0] * group and not result.has_signal.any()
 
 
 def test_a_small_difference_is_still_a_signal():
     result = compute_advantages(torch.tensor([[0.7], [0.7], [0.7], [0.7001]], dtype=torch.float64), [0] * 4)
-    assert result.live.all() and result.advantages[3] > 0.3
+    assert result.has_signal.all() and result.advantages[3] > 0.3
 
 
 @pytest.mark.parametrize("kind", [list, np.float32, torch.tensor], ids=["list", "float32", "tensor"])
@@ -228,7 +228,7 @@ def test_equal_rewards_move_no_weight(tmp_path, loss_type, kind):
     (line,) = logs_of(trainer)
     assert unchanged(trainer.model, before) and finite(trainer)
     assert watch.gradients[0].keys() == before.keys(), "zero gradients, not missing ones"
-    assert line["frac_reward_zero_std"] == 1 and line["live_group_share"] == 0 and line["reward_within_group_std"] == 0
+    assert line["frac_reward_zero_std"] == 1 and line["reward_within_group_std"] == 0
     assert line["reward"] == pytest.approx(0.4) and line["loss"] == 0 and line["entropy"] > 4
 
 

@@ -16,7 +16,8 @@ import torch
 from transformers import TrainerCallback
 
 from grupo import GRPOConfig
-from grupo.algo import compute_advantages, max_variance_subset
+from grupo.algo.advantages import compute_advantages
+from grupo.algo.selection import max_variance_subset
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import NumberedRows, PromptStream, TokenizedRow
 from grupo.errors import ConfigError, DataError, RewardError
@@ -70,7 +71,7 @@ def test_groups_without_a_signal_make_room_for_others(tmp_path: Path) -> None:
     assert line["dynamic_sampling/rounds"] == 3
     assert line["dynamic_sampling/groups"] == 7
     assert line["dynamic_sampling/kept_share"] == pytest.approx(4 / 7)
-    assert line["dynamic_sampling/live_share"] == 1.0
+    assert line["dynamic_sampling/zero_variance_share"] == 0.0
 
 
 def test_everything_that_was_sampled_is_recorded_and_counted(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_everything_that_was_sampled_is_recorded_and_counted(tmp_path: Path) -> 
     completions = [completion for group in groups for completion in group["completions"]]
     (line,) = training_logs(trainer)
     assert line["reward"] == pytest.approx(sum(c["reward"] for c in completions) / len(completions))
-    assert line["live_group_share"] == pytest.approx(4 / 7)
+    assert line["frac_reward_zero_std"] == pytest.approx(3 / 7)
     assert line["completions/mean_length"] == pytest.approx(sum(c["tokens"] for c in completions) / len(completions))
     assert line["num_tokens"] == sum(c["tokens"] + 1 for c in completions), "each with its prompt of one token"
 
@@ -91,7 +92,7 @@ def test_what_is_dead_after_the_last_round_stays_in(tmp_path: Path) -> None:
     trainer, spy = trained(tmp_path, dataset=MIXED, **DYNAMIC, dynamic_sampling_max_rounds=1)
     assert prompts_of(spy.steps[0].samples) == "aEcf"
     (line,) = training_logs(trainer)
-    assert line["dynamic_sampling/rounds"] == 2 and line["dynamic_sampling/live_share"] == 0.75
+    assert line["dynamic_sampling/rounds"] == 2 and line["dynamic_sampling/zero_variance_share"] == 0.25
 
 
 def test_data_without_any_signal_end_after_the_last_round(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_data_without_any_signal_end_after_the_last_round(tmp_path: Path) -> Non
     trainer, spy = trained(tmp_path, dataset=rows("ABCDEF"), **DYNAMIC)
     assert all(not gradient.any() for gradient in spy.steps[0].gradients.values())
     assert [group["prompt_id"] for group in groups_in(tmp_path)] == [12, 13, 14, 15, *range(12)]
-    assert training_logs(trainer)[0]["dynamic_sampling/live_share"] == 0.0
+    assert training_logs(trainer)[0]["dynamic_sampling/zero_variance_share"] == 1.0
 
 
 def test_advantages_over_the_batch_are_those_of_the_final_groups(tmp_path: Path) -> None:

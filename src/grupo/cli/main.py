@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import load_recipe
+    from grupo.recipes.yaml_io import load_recipe
 
     # A recipe with a mistake is refused before anything slow is imported.
     recipe = load_recipe(options.recipe, options.overrides)
@@ -176,7 +176,7 @@ def _check_place(recipe: str | None, output_dir: str | None) -> None:
 
 
 def _sft(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import load_recipe
+    from grupo.recipes.yaml_io import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
 
@@ -211,19 +211,9 @@ def _print_list(lines: Iterable[str]) -> None:
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    from grupo.tasks.registry import TASKS, make_task
+    from grupo.tasks.registry import describe_tasks
 
-    lines = []
-    for name in TASKS:
-        task = make_task(name)
-        lines.append(f"{name}: {task.description} {len(task.train)} training prompts, {len(task.held_out)} held out; "
-                     f"rewards {', '.join(task.rewards)}")  # fmt: skip
-        lines += [f"    level {level}: {asked}" for level, asked in enumerate(task.levels, start=1)]
-        row = task.train[0]
-        answer = f" -> {row['answer']!r}" if "answer" in row else ""
-        lines.append(f"    sample: {row['prompt'][-1]['content']!r}{answer}")
-    lines.append("reasoning-gym:NAME: any task of reasoning-gym, with its own scorer; needs pip install reasoning-gym")
-    _print_list(lines)
+    _print_list(describe_tasks())
     return DONE
 
 
@@ -257,14 +247,14 @@ def _check_rewards(options: argparse.Namespace) -> int:
 
 
 def _recipes(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import built_in_recipes, description
+    from grupo.recipes.yaml_io import built_in_recipes, description
 
     _print_list(f"{name}: {description(name)}" for name in built_in_recipes())
     return DONE
 
 
 def _show_recipe(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import built_in_text
+    from grupo.recipes.yaml_io import built_in_text
 
     print(built_in_text(options.name), end="")
     return DONE

@@ -39,7 +39,8 @@ from grupo.recipes.build import (
 )
 from grupo.recipes.data import recipe_rewards, recipe_rows
 from grupo.recipes.reference_answers import usable_rows
-from grupo.recipes.schema import Recipe, to_yaml
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.model_card import model_card
 from grupo.runs.plots import REWARD_CURVE, reward_svg, training_log
@@ -284,7 +285,7 @@ def _tell_memory(console: Console, trainer: GRPOTrainer, held_out: Evaluation | 
         trainer.model,
         trainer.config,
         prompt_tokens=max(len(row.token_ids) for row in rows),
-        eval_rows=min(answers // trainer.config.world_size, trainer.eval_rows_at_once() or answers),
+        eval_rows=min(answers // trainer.config.world_size, trainer.eval_completions_at_once() or answers),
         free=free,
         checkpointing=bool(trainer.args.gradient_checkpointing),
     )
@@ -393,8 +394,9 @@ def _change(before: HeldOutResult, after: HeldOutResult, *, is_accuracy: bool) -
 
 
 def _warn_without_signal(console: Console, trainer: GRPOTrainer) -> None:
-    shares = [entry["live_group_share"] for entry in trainer.state.log_history if "live_group_share" in entry]
-    if shares and not any(shares):
+    name = "frac_reward_zero_std"
+    shares = [entry[name] for entry in trainer.state.log_history if name in entry]
+    if shares and min(shares) == 1.0:
         say(console, "[bold]nothing was learned[/]: in no step did the answers to a prompt get different rewards. See "
                      "docs/troubleshooting.md, and read single answers in completions.jsonl.")  # fmt: skip
 

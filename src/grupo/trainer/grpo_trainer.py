@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_utils import PredictionOutput
 
+from grupo.algo.losses import GRPOLoss
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
 from grupo.data.curriculum import check_curriculum_column
@@ -73,7 +74,6 @@ from grupo.trainer.rollout_window import Window
 from grupo.trainer.setup import (
     LastStepIsLogged,
     UnchangedIsTold,
-    advantage_settings,
     check_best_metric,
     check_optimizer,
     check_watched_metric,
@@ -83,7 +83,6 @@ from grupo.trainer.setup import (
     make_dynamic_sampling,
     mapping,
     named_datasets,
-    objective,
     one_item_per_step,
     only_item,
     plain_datasets,
@@ -317,11 +316,11 @@ class GRPOTrainer(ResumableTrainer):
                 numbers,
                 group_size=self.plan.num_generations,
                 sampling=self.config.sampling_spec(),
-                settings=advantage_settings(self.config),
+                settings=self.config.advantage_settings(),
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(self.state),
                 dynamic_sampling=make_dynamic_sampling(self.config, self.prompt_stream),
-                meanwhile=functools.partial(score, first=first) if is_last and beside_rewards else None,
+                while_waiting=functools.partial(score, first=first) if is_last and beside_rewards else None,
             )
             self._record_rollout(result)
             samples.update({number + first: sample for number, sample in result.samples.items()})
@@ -472,10 +471,10 @@ class GRPOTrainer(ResumableTrainer):
             rank_slice(len(prompts) * group_size, self.args.world_size, self.args.process_index),
             group_size=group_size,
             sampling=self.config.sampling_spec(),
-            settings=advantage_settings(self.config),
+            settings=self.config.advantage_settings(),
             trainer_state=copy.copy(self.state),
             seed_scope="eval",
-            rows_at_once=self.eval_rows_at_once(),
+            completions_at_once=self.eval_completions_at_once(),
         )
         self.run_folder.append_completions(
             result.groups, step=self.state.global_step, reward_names=self.rewards.names, split=metric_key_prefix
@@ -500,7 +499,7 @@ class GRPOTrainer(ResumableTrainer):
         self._check_columns(None, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 
-    def eval_rows_at_once(self) -> int | None:
+    def eval_completions_at_once(self) -> int | None:
         """`per_device_eval_batch_size` where the user set it; otherwise all rows are sampled together."""
         explicit = "per_device_eval_batch_size" in self.config.explicit_fields
         return self.config.per_device_eval_batch_size if explicit else None
@@ -571,7 +570,7 @@ class GRPOTrainer(ResumableTrainer):
         self._spend("rewarding", result.seconds_rewarding)
         about: dict[str, Any] = {"step": self.state.global_step + 1, "reward_names": self.rewards.names}
         self.run_folder.append_completions(result.groups, **about)
-        self.run_folder.append_completions(result.dropped, **about, replaced=True)
+        self.run_folder.append_completions(result.replaced, **about, replaced=True)
         if self.config.log_completions:
             self.completion_table.add(result.groups, self.state.global_step + 1, result.extras)
 
@@ -679,7 +678,7 @@ class GRPOTrainer(ResumableTrainer):
         floats = {parameter.dtype for parameter in self.model.parameters()}
         return ForwardBackward(
             logprob_model=logprob_model,
-            objective=objective(self.config),
+            loss_function=GRPOLoss(self.config.loss_settings()),
             distributed=self.accelerator,
             micro_batch_size=self.plan.micro_batch_size,
             # Padding is never read; an id without an embedding would be looked up all the same.

@@ -106,7 +106,7 @@ class SignalCheck:
         """Call once per rollout, with its metrics."""
         means = metrics.means()
         without_signal, cut_off = self.in_a_row
-        without_signal = without_signal + 1 if means["live_group_share"] == 0 else 0
+        without_signal = without_signal + 1 if means["frac_reward_zero_std"] == 1 else 0
         cut_off = cut_off + 1 if means["completions/clipped_ratio"] > CUT_SHARE else 0
         self.in_a_row = without_signal, cut_off
         if without_signal == ROLLOUTS_WITHOUT_SIGNAL:
