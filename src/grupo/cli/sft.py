@@ -18,18 +18,18 @@ from transformers.trainer_utils import SaveStrategy
 
 from grupo.cli.progress import ProgressLines, say, step_bar
 from grupo.config import GRPOConfig
-from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues
-from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
+from grupo.data.demonstrations import Demonstration, demonstrations, dialogues, sample_rows
+from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, TrainingError
 from grupo.recipes.build import (
-    as_one_run,
-    default_folder,
-    fresh_adapter,
+    default_run_folder,
     has_adapter,
+    lora_config_of,
+    model_path,
     quantization,
-    start_model,
+    resolve_model,
+    silence_other_ranks,
     training_fields,
-    with_start,
 )
 from grupo.recipes.data import dataset_rows, recipe_rows
 from grupo.recipes.schema import Recipe
@@ -73,17 +73,17 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
         )
     folder = recipe.training.get("output_dir")
     if folder is None:
-        folder = default_folder(recipe, "-sft")
-    recipe = with_start(recipe.model_copy(update={"training": {**recipe.training, "output_dir": folder}}))
+        folder = default_run_folder(recipe, "-sft")
+    recipe = resolve_model(recipe.model_copy(update={"training": {**recipe.training, "output_dir": folder}}))
     config = GRPOConfig(**training_fields(recipe))
-    recipe, console = as_one_run(recipe, config, console)
+    recipe, console = silence_other_ranks(recipe, config, console)
     folder = str(recipe.training["output_dir"])
     check_writable(Path(folder))
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     say(console, phase.describe())
     set_seed(config.seed)
     model, tokenizer = policy(
-        start_model(recipe), config, quantization_config=quantization(recipe), peft_config=fresh_adapter(recipe)
+        model_path(recipe), config, quantization_config=quantization(recipe), peft_config=lora_config_of(recipe)
     )
     shown = demonstrations(phase.shown, PromptTokenizer(tokenizer, mapping(config.chat_template_kwargs)))
     if not dry_run:
@@ -156,10 +156,7 @@ class Phase:
         assert recipe.sft is not None
         self.recipe, self.config = recipe, config
         source = rows if recipe.sft.dataset is None else dataset_rows(recipe.sft.dataset)
-        numbers = row_numbers(source)
-        places = chosen_rows(source, recipe.sft.rows, config.seed)
-        rows = NumberedRows([source[place] for place in places], [numbers[place] for place in places])
-        self.shown = dialogues(rows, recipe.sft.answer)
+        self.shown = dialogues(sample_rows(source, recipe.sft.rows, config.seed), recipe.sft.answer)
         self.args = self._arguments(recipe.sft.training)
 
     def describe(self) -> str:

@@ -29,16 +29,16 @@ from grupo.evals.statistics import paired_difference
 from grupo.models.default_model import HUB_ID
 from grupo.models.memory import free_bytes
 from grupo.recipes.build import (
-    as_one_run,
-    default_folder,
-    fresh_adapter,
+    default_run_folder,
+    lora_config_of,
+    model_path,
     quantization,
-    start_model,
+    resolve_model,
+    silence_other_ranks,
     training_fields,
-    with_start,
 )
 from grupo.recipes.data import recipe_rewards, recipe_rows
-from grupo.recipes.reference_answers import usable_rows
+from grupo.recipes.reference_answers import drop_unreadable_answers
 from grupo.recipes.schema import Recipe
 from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.checkpoint import UNFINISHED
@@ -96,11 +96,11 @@ def train(
             "training.resume_from_checkpoint has no effect in a recipe. Take it out, and add --resume: the run goes on "
             "from the newest whole checkpoint in its folder."
         )
-    recipe = with_start(with_run_folder(recipe, resume=resume))
+    recipe = resolve_model(with_run_folder(recipe, resume=resume))
     rewards, weights = recipe_rewards(recipe)
     config = GRPOConfig(**_with_weights(training_fields(recipe), weights))
-    recipe, console = as_one_run(recipe, config, console)
-    rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
+    recipe, console = silence_other_ranks(recipe, config, console)
+    rows, held_out_rows = drop_unreadable_answers(*recipe_rows(recipe, config.seed), rewards)
     phase = None if recipe.sft is None else Phase(recipe, config, rows)
     primed = primed_folder(phase) if phase is not None and resume else None
     trainer: GRPOTrainer = clock.measure("loading", lambda: _trainer(recipe, config, rows, rewards, primed))
@@ -211,7 +211,7 @@ def with_run_folder(recipe: Recipe, *, resume: bool) -> Recipe:
             "or add --set training.output_dir=FOLDER."
         )
     if folder is None:
-        folder = default_folder(recipe)
+        folder = default_run_folder(recipe)
     return recipe.model_copy(update={"training": {"logging_steps": 1, **recipe.training, "output_dir": folder}})
 
 
@@ -234,12 +234,12 @@ def _remove_if_empty(folder: Path) -> None:
 def _trainer(recipe: Recipe, config: GRPOConfig, rows: Rows, rewards: Sequence[Any], primed: str | None) -> GRPOTrainer:
     """Starts from the model that the supervised phase has left, where there was one, with its adapter."""
     trainer = GRPOTrainer(
-        model=primed or start_model(recipe),
+        model=primed or model_path(recipe),
         reward_funcs=list(rewards),
         args=config,
         train_dataset=rows,
         quantization_config=quantization(recipe),
-        peft_config=None if primed else fresh_adapter(recipe),
+        peft_config=None if primed else lora_config_of(recipe),
     )
     # Our own progress display shows what matters; the dictionaries are in metrics.jsonl.
     trainer.remove_callback(PrinterCallback)

@@ -32,10 +32,10 @@ from grupo.data.prompts import (
     PromptTokenizer,
     TokenizedRow,
     apply_length_policy,
+    as_row_dataset,
     check_for_images,
     check_token_ids,
     column_names,
-    plain_rows,
     rows_hash,
     tokenize_rows,
 )
@@ -74,6 +74,7 @@ from grupo.trainer.rollout_window import Window
 from grupo.trainer.setup import (
     LastStepIsLogged,
     UnchangedIsTold,
+    as_row_datasets,
     check_best_metric,
     check_optimizer,
     check_watched_metric,
@@ -85,7 +86,6 @@ from grupo.trainer.setup import (
     named_datasets,
     one_item_per_step,
     only_item,
-    plain_datasets,
     policy,
     prompt_stream,
     refuse_unsupported,
@@ -168,7 +168,7 @@ class GRPOTrainer(ResumableTrainer):
             processing_class = tokenizer
         check_writable(Path(str(args.output_dir)))
         self.rewards = reward_runner(reward_funcs, args, reward_processing_classes)
-        train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
+        train_dataset, eval_dataset = as_row_dataset(train_dataset), as_row_datasets(eval_dataset)
         # What can be refused without the model is refused before it is loaded.
         num_prompts = None if train_dataset is None else dataset_length(train_dataset)
         self.plan = StepPlan.from_config(args, num_prompts=num_prompts)
@@ -464,7 +464,7 @@ class GRPOTrainer(ResumableTrainer):
     def _sample_and_score(self, dataset: Any, metric_key_prefix: str) -> dict[str, float]:
         """Metrics of an evaluation, which are logged."""
         started = time.perf_counter()
-        prompts = [row.draw(row.row) for row in self._rows_to_evaluate(dataset)]
+        prompts = [row.to_prompt(row.row) for row in self._rows_to_evaluate(dataset)]
         group_size = self.config.resolved_num_generations_eval
         result = self.collector.collect(
             prompts,
@@ -495,7 +495,7 @@ class GRPOTrainer(ResumableTrainer):
         for known, rows in self._eval_rows:
             if known is dataset:
                 return rows
-        dataset = plain_rows(dataset)
+        dataset = as_row_dataset(dataset)
         self._check_columns(None, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 
@@ -564,7 +564,7 @@ class GRPOTrainer(ResumableTrainer):
         self._metrics.merge(result.metrics)
         if self.is_world_process_zero():
             self.signal_check.check(result.metrics)
-        for name, value in self.prompt_stream.report(result.outcomes).items():
+        for name, value in self.prompt_stream.update(result.outcomes).items():
             self._metrics.add(name, value)
         self._spend("generating", result.seconds_generating)
         self._spend("rewarding", result.seconds_rewarding)

@@ -19,8 +19,9 @@ from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
 from grupo.config.optimizer import check_optimizer_arguments
 from grupo.config.validation import SAMPLING_FIELDS
-from grupo.data.curriculum import AdaptiveStream, Curriculum
-from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
+from grupo.data.curriculum import Curriculum
+from grupo.data.prompt_stream import PromptStream, StatefulPromptStream
+from grupo.data.prompts import TokenizedRow, as_row_dataset
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
 from grupo.models.inspect import check_causal
 from grupo.models.load import load_tokenizer
@@ -273,14 +274,14 @@ def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPl
             success_reward=config.curriculum_success_reward,
             prompts_per_window=per_window,
         )
-    return AdaptiveStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
+    return StatefulPromptStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
 
 
 def make_dynamic_sampling(config: GRPOConfig, stream: PromptStream) -> DynamicSampling | None:
     """Where groups without a signal are replaced from; None: they are not."""
     if not config.dynamic_sampling:
         return None
-    assert isinstance(stream, AdaptiveStream)
+    assert isinstance(stream, StatefulPromptStream)
     return DynamicSampling(stream.draw, config.dynamic_sampling_max_rounds)
 
 
@@ -363,11 +364,11 @@ def named_datasets(dataset: Any) -> Mapping[str, Any]:
     return dataset if isinstance(dataset, Mapping) else {"": dataset}
 
 
-def plain_datasets(dataset: Any) -> Any:
+def as_row_datasets(dataset: Any) -> Any:
     """One dataset or several by name, pandas tables as rows."""
     if isinstance(dataset, Mapping):
-        return {name: plain_rows(part) for name, part in dataset.items()}
-    return plain_rows(dataset)
+        return {name: as_row_dataset(part) for name, part in dataset.items()}
+    return as_row_dataset(dataset)
 
 
 def dataset_length(dataset: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from grupo.data.demonstrations import Demonstration, that_fit
+from grupo.data.demonstrations import Demonstration, drop_too_long
 from grupo.models.inspect import check_trainable, context_length, vocabulary_size
 from grupo.models.load import enable_input_grads
 from grupo.trainer.hf_trainer import AdapterTrainer
@@ -39,7 +39,7 @@ def sft_trainer(
         DataError: no demonstration fits into the model's context.
     """
     check_trainable(model)
-    shown = that_fit(shown, context_length=context_length(model), vocabulary_size=vocabulary_size(model))
+    shown = drop_too_long(shown, context_length=context_length(model), vocabulary_size=vocabulary_size(model))
     if args.gradient_checkpointing:
         enable_input_grads(model)
     return AdapterTrainer(
