@@ -43,7 +43,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_merged_from_a_run_and_from_its_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["export", str(run), "--to", "merged", "--output", str(tmp_path / "merged")]) == 0
     said = capsys.readouterr().out
-    assert "merged against adapter on base: log-probs differ by" in said and "training moved it by" in said
+    assert (
+        "merged model against adapter on base: log-probs differ by at most" in said
+        and "training changed the model" in said
+    )
     adapter = AutoPeftModelForCausalLM.from_pretrained(run)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert difference(logits_of(adapter, IDS), logits_of(merged, IDS)).largest < 1e-4

@@ -85,16 +85,17 @@ class MemoryEstimate:
     def describe(self) -> list[str]:
         """What `grupo train --dry-run` prints."""
         phase = "an update" if self._updating else "a rollout"
-        kept = ", ".join(f"{name} {shown(size)}" for name, size in sorted(self.weights.items()))
-        reference = f", reference policy {shown(self.reference)}" if self.reference else ""
+        kept = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(self.weights.items()))
+        reference = f", reference policy {format_bytes(self.reference)}" if self.reference else ""
         return [
-            f"memory: about {shown(self.peak)} at the peak, in {phase}, beside Python and its libraries",
-            f"  all along: weights {kept}, of which {shown(self.trainable)} trainable; optimizer "
-            f"{shown(self.optimizer)}{reference}",
-            f"  in a rollout {shown(self.rollout)}: copy of linear layers {shown(self.inference_copy)}, cache of "
-            f"{self.rows} x {self.columns:,} tokens {shown(self.cache)}, prompts or logits {shown(self.sampling)}",
-            f"  in an update {shown(self.update)}: gradients {shown(self.gradients)}, activations of {self.tokens:,} "
-            f"tokens {shown(self.activations)}, log-probs {shown(self.head)}",
+            f"memory: about {format_bytes(self.peak)} at the peak, in {phase}, beside Python and its libraries",
+            f"  all along: weights {kept}, of which {format_bytes(self.trainable)} trainable; optimizer "
+            f"{format_bytes(self.optimizer)}{reference}",
+            f"  in a rollout {format_bytes(self.rollout)}: copy of linear layers {format_bytes(self.inference_copy)}, "
+            f"cache of {self.rows} x {self.columns:,} tokens {format_bytes(self.cache)}, prompts or logits "
+            f"{format_bytes(self.sampling)}",
+            f"  in an update {format_bytes(self.update)}: gradients {format_bytes(self.gradients)}, activations of "
+            f"{self.tokens:,} tokens {format_bytes(self.activations)}, log-probs {format_bytes(self.head)}",
         ]
 
     def warning(self, free: int) -> str | None:
@@ -109,8 +110,8 @@ class MemoryEstimate:
         parts = ("gradients", "activations", "head") if self._updating else ("inference_copy", "cache", "sampling")
         largest = max(("optimizer", *parts), key=lambda part: int(getattr(self, part)))
         return (
-            f"This run will not fit: it takes about {shown(needed)} beside the loaded model, and {shown(free)} are "
-            f"free. {REMEDIES[largest]}"
+            f"This run will not fit: it takes about {format_bytes(needed)} beside the loaded model, and "
+            f"{format_bytes(free)} are free. {REMEDIES[largest]}"
         )
 
     @property
@@ -133,7 +134,7 @@ REMEDIES = {
 """By the largest part of a run that does not fit."""
 
 
-def shown(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes for people, in binary units."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 
