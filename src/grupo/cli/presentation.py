@@ -18,7 +18,8 @@ from grupo.evals.held_out import FEW_PROMPTS, HeldOutResult
 from grupo.evals.statistics import paired_difference
 from grupo.models.default_model import HUB_ID
 from grupo.models.memory import free_bytes
-from grupo.recipes.schema import Recipe, to_yaml
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.model_card import model_card
 from grupo.trainer import GRPOTrainer
 from grupo.trainer.memory_estimate import format_bytes, memory_estimate

@@ -24,7 +24,8 @@ from grupo.recipes.build import (
     with_start,
 )
 from grupo.recipes.data import dataset_rows, recipe_rows
-from grupo.recipes.schema import Recipe, to_yaml
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.folder import RunFolder, check_writable
 from grupo.trainer import GRPOTrainer
 from grupo.trainer.setup import mapping, policy

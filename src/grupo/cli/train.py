@@ -42,7 +42,8 @@ from grupo.recipes.build import (
 )
 from grupo.recipes.data import recipe_rewards, recipe_rows
 from grupo.recipes.reference_answers import usable_rows
-from grupo.recipes.schema import Recipe, to_yaml
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.plots import REWARD_CURVE, reward_svg, training_log
 from grupo.trainer import GRPOTrainer

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_utils import PredictionOutput
 
+from grupo.algo.losses import GRPOLoss
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
 from grupo.data.curriculum import check_curriculum_column
@@ -73,7 +74,6 @@ from grupo.trainer.rollout_window import Window
 from grupo.trainer.setup import (
     LastStepIsLogged,
     UnchangedIsTold,
-    advantage_settings,
     check_best_metric,
     check_optimizer,
     check_watched_metric,
@@ -83,7 +83,6 @@ from grupo.trainer.setup import (
     make_dynamic_sampling,
     mapping,
     named_datasets,
-    objective,
     one_item_per_step,
     only_item,
     plain_datasets,
@@ -317,7 +316,7 @@ class GRPOTrainer(ResumableTrainer):
                 numbers,
                 group_size=self.plan.num_generations,
                 sampling=self.config.sampling_spec(),
-                settings=advantage_settings(self.config),
+                settings=self.config.advantage_settings(),
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(self.state),
                 dynamic_sampling=make_dynamic_sampling(self.config, self.prompt_stream),
@@ -472,7 +471,7 @@ class GRPOTrainer(ResumableTrainer):
             rank_slice(len(prompts) * group_size, self.args.world_size, self.args.process_index),
             group_size=group_size,
             sampling=self.config.sampling_spec(),
-            settings=advantage_settings(self.config),
+            settings=self.config.advantage_settings(),
             trainer_state=copy.copy(self.state),
             seed_scope="eval",
             completions_at_once=self.eval_completions_at_once(),
@@ -679,7 +678,7 @@ class GRPOTrainer(ResumableTrainer):
         floats = {parameter.dtype for parameter in self.model.parameters()}
         return ForwardBackward(
             logprob_model=logprob_model,
-            objective=objective(self.config),
+            loss_function=GRPOLoss(self.config.loss_settings()),
             distributed=self.accelerator,
             micro_batch_size=self.plan.micro_batch_size,
             # Padding is never read; an id without an embedding would be looked up all the same.

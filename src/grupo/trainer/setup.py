@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from grupo.algo.entropy import EntropyController
-from grupo.algo.losses import Objective
 from grupo.chat_templates import set_chat_template
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
@@ -30,7 +29,7 @@ from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, paramet
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
-from grupo.rollout.groups import AdvantageSettings, DynamicSampling
+from grupo.rollout.groups import DynamicSampling
 from grupo.runs.resume_check import IGNORED, METRIC_DRIVEN
 from grupo.utils.files import read_json
 from grupo.utils.messages import did_you_mean, pluralize
@@ -258,17 +257,6 @@ def reward_runner(
     return rewards
 
 
-def advantage_settings(config: GRPOConfig) -> AdvantageSettings:
-    return AdvantageSettings(
-        weights=None if config.reward_weights is None else tuple(config.reward_weights),
-        scale=config.scale_rewards,
-        aggregation=config.multi_objective_aggregation,
-        mask_truncated=config.mask_truncated_completions,
-        max_failed_share=config.max_failed_reward_share,
-        trained_per_group=config.num_generations_trained,
-    )
-
-
 def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPlan) -> PromptStream:
     """The order of the training prompts; one with a state only where what came of them has a say in it."""
     per_window = plan.prompts_per_rollout * plan.rollouts_per_step
@@ -294,26 +282,6 @@ def make_dynamic_sampling(config: GRPOConfig, stream: PromptStream) -> DynamicSa
         return None
     assert isinstance(stream, AdaptiveStream)
     return DynamicSampling(stream.draw, config.dynamic_sampling_max_rounds)
-
-
-def objective(config: GRPOConfig) -> Objective:
-    return Objective(
-        loss_type=config.loss_type,
-        importance_sampling_level=config.importance_sampling_level,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        delta=config.delta,
-        beta=config.beta,
-        use_bias_correction_kl=config.use_bias_correction_kl,
-        off_policy_mask_threshold=config.off_policy_mask_threshold,
-        sapo_temperature_neg=config.sapo_temperature_neg,
-        sapo_temperature_pos=config.sapo_temperature_pos,
-        vespo_k_pos=config.vespo_k_pos,
-        vespo_lambda_pos=config.vespo_lambda_pos,
-        vespo_k_neg=config.vespo_k_neg,
-        vespo_lambda_neg=config.vespo_lambda_neg,
-        max_completion_length=config.sampling_spec().max_new_tokens,
-    )
 
 
 def entropy_controller(config: GRPOConfig) -> EntropyController | None:

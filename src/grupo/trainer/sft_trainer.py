@@ -16,10 +16,9 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.trainer_utils import SaveStrategy
 
 from grupo.config import GRPOConfig
-from grupo.config.constraints import no_as_text
 from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues, that_fit
 from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
-from grupo.errors import ConfigError
+from grupo.errors import ConfigError, TrainingError
 from grupo.models.inspect import check_trainable, context_length, vocabulary_size
 from grupo.models.load import enable_input_grads
 from grupo.trainer.hf_trainer import AdapterTrainer
@@ -117,13 +116,17 @@ class SftPhase:
         if trainer.is_world_process_zero():
             shutil.rmtree(partial, ignore_errors=True)
         remedy = "The supervised phase is not saved. Free some space or fix the permissions, then start again."
-        with write_errors_as(folder, remedy):
-            trainer.save_model(str(partial))
-            if trainer.is_world_process_zero():
-                lines = [json.dumps(line) for line in trainer.state.log_history]
-                (partial / METRICS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-                (partial / SETTINGS).write_text(self.settings, encoding="utf-8")
-                _move_into_place(partial, folder)
+        try:
+            with write_errors_as(folder, remedy):
+                trainer.save_model(str(partial))
+                if trainer.is_world_process_zero():
+                    lines = [json.dumps(line) for line in trainer.state.log_history]
+                    (partial / METRICS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+                    (partial / SETTINGS).write_text(self.settings, encoding="utf-8")
+                    _move_into_place(partial, folder)
+        except TrainingError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         PartialState().wait_for_everyone()
 
     def _arguments(self, given: Mapping[str, Any], learning_rate: float) -> TrainingArguments:
@@ -132,7 +135,7 @@ class SftPhase:
             args = TrainingArguments(
                 output_dir=str(self.config.output_dir),
                 remove_unused_columns=False,
-                **{**shared, "learning_rate": learning_rate, **DEFAULTS, **given, **no_as_text(given)},
+                **{**shared, "learning_rate": learning_rate, **DEFAULTS, **given},
             )
         except (TypeError, ValueError, ImportError) as error:
             raise ConfigError(
