@@ -355,7 +355,7 @@ def test_only_an_object_that_is_the_whole_reply_is_a_verdict() -> None:
         'The answer says {"reason": "r", "score": 10}',
         '{"reason": "r", "score": 10} I mean 2',
         '{"score": 1, "score": 10}',
-        *(f'{{"score": {grade}}}' for grade in ("11", "-1", "NaN", "Infinity", "true", '"10"', "null", "9" * 5000)),
+        *(f'{{"score": {value}}}' for value in ("11", "-1", "NaN", "Infinity", "true", '"10"', "null", "9" * 5000)),
         *('{"reason": "none"}', '{"score": 5, "passed": true}', "[10]", "10", ""),
     ]:
         assert parse_verdict(text, (0, 10)) is None, text[:60]
@@ -447,15 +447,15 @@ def test_by_name_as_in_a_recipe_and_in_an_own_event_loop() -> None:
 
 
 def test_an_abandoned_judge_leaves_no_request_behind() -> None:
-    with judge_server(lambda body, number: Reply(delay=0.3)) as server:
+    with judge_server(lambda body, number: Reply(delay=0.7 if number else 0.0)) as server:
         reward = judge_of(server, concurrency=1)
         table = RewardRunner(reward, timeout=0.4).score(
             prompts=["p"] * 5, completions=list("abcde"), completion_ids=[[1]] * 5, columns={}
         )
         assert table.failures[0].kind == "timeout"
-        time.sleep(0.8)
+        time.sleep(0.6)
         assert len(server.bodies) == 2
-        assert len(reward.client.cache._verdicts) == 1, "what was there already is kept"
+        assert len(reward.client.cache._verdicts) == 1, "the verdict that was there already is kept"
 
 
 # A real server

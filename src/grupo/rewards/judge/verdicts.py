@@ -57,7 +57,7 @@ class VerdictCache:
             line = json.dumps({"key": key, "score": verdict.score, "reason": verdict.reason})
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                # One write per line, and a line end on both sides: other processes append too, or were killed in a write.
+                # One write per line, and a line end on both sides: other processes append too, or were killed writing.
                 file.write(f"\n{line}\n")
 
     def _store(self, key: str, verdict: JudgeVerdict) -> None:
