@@ -44,7 +44,7 @@ from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.model_card import model_card
 from grupo.runs.plots import REWARD_CURVE, reward_svg, training_log
 from grupo.trainer import GRPOTrainer
-from grupo.trainer.memory_estimate import memory_estimate, shown
+from grupo.trainer.memory_estimate import format_bytes, memory_estimate
 from grupo.utils.files import move_files, write_errors_as
 from grupo.utils.messages import pluralize
 
@@ -289,12 +289,12 @@ def _tell_memory(console: Console, trainer: GRPOTrainer, held_out: Evaluation | 
         checkpointing=bool(trainer.args.gradient_checkpointing),
     )
     if estimate is None:
-        say(console, "memory: not known, as the configuration of this model does not tell the sizes of its layers")
+        say(console, "memory: not known, because the configuration of this model does not give the sizes of its layers")
         return
     for line in estimate.describe():
         _say_line(console, line)
     if free is not None:
-        say(console, estimate.warning(free) or f"  free beside the loaded model: {shown(free)}")
+        say(console, estimate.warning(free) or f"  free next to the loaded model: {format_bytes(free)}")
 
 
 def _write_summary(
