@@ -175,7 +175,7 @@ def test_a_run_without_the_hub_is_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("grupo.trainer.hub.HubTrainer.upload_wait", 0.01)
+    monkeypatch.setattr("grupo.trainer.hub.HubUploader.retry_wait", 0.01)
     trainer = make_trainer(tmp_path / "sums", max_steps=2, save_strategy="steps", save_steps=1, **PUSHING)
     trainer.train()
     trainer.save_model()
@@ -189,7 +189,7 @@ def test_a_run_without_the_hub_is_a_run(
 def test_the_hub_comes_back_and_goes_away(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("grupo.trainer.hub.HubTrainer.upload_wait", 0.01)
+    monkeypatch.setattr("grupo.trainer.hub.HubUploader.retry_wait", 0.01)
     hub.fault = lambda method, path: 503 if "create" in path else None
     trainer = make_trainer(tmp_path / "sums", max_steps=2, save_strategy="steps", save_steps=1, **PUSHING)
     assert trainer.hub_model_id is None and "There is no repository to upload to" in caplog.text
@@ -239,7 +239,7 @@ def test_the_command_uploads_a_finished_run_with_its_card(
     assert "held-out" in merged and "\nlibrary_name: transformers\n" in merged and "reward.svg" in merged
     assert json.loads((there / "summary.json").read_text())["steps"] == 2
     hub.fault = lambda method, path: 500 if "/commit/" in path else None
-    monkeypatch.setattr("grupo.trainer.hub.HubTrainer.upload_wait", 0.01)
+    monkeypatch.setattr("grupo.trainer.hub.HubUploader.retry_wait", 0.01)
     again = [part.replace(str(tmp_path / "run"), str(tmp_path / "second")) for part in sets]
     with _logged() as lines:
         assert main(["train", *again]) == 0, "a failing upload is no failing run"

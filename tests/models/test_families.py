@@ -71,7 +71,7 @@ def test_one_step_of_training(tmp_path, monkeypatch, name, dtype, settings):
         temperature=0.9, **settings,
     )  # fmt: skip
     watch = train(trainer)
-    assert trainer.policy_update.scorer.shares_prompts is FAMILIES[name].shares_prompts
+    assert trainer.forward_backward.scorer.shares_prompts is FAMILIES[name].shares_prompts
 
     (inputs,) = losses
     (batch,) = [batch for batch in batches if batch.reference_logprobs is not None]

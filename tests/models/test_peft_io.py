@@ -270,7 +270,7 @@ def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: 
     added = [f"<t{letter}>" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"]
     trainer = make(tmp_path / "run", base, tokenizer=None, added_tokens=["a", *added], peft_config=lora())
     assert "the tokenizer has 'a' already" in caplog.text
-    assert trainer.vocabulary_size == len(trainer.tokenizer) > 128
+    assert trainer.policy.vocabulary_size == len(trainer.tokenizer) > 128
     assert len(trainer.model.peft_config["default"].trainable_token_indices["lm_head"]) == len(added)
     train(trainer)
     trainer.save_model(str(tmp_path / "run"))
@@ -301,7 +301,7 @@ def test_the_reference_of_a_trained_adapter(which: str, base: Path, adapter: Pat
     with torch.no_grad():
         wanted = token_logprobs(expected[which].eval(), sample.prompt_ids, sample.completion_ids)
     for when in ("before", "after"):
-        (scored,) = trainer.policy_update.score_window(
+        (scored,) = trainer.forward_backward.score_window(
             trainer.model, [sample], with_old=False, reference=trainer.reference
         )
         torch.testing.assert_close(torch.tensor(scored.reference_logprobs), wanted, rtol=0, atol=1e-5)

@@ -323,7 +323,7 @@ def test_the_model_is_its_own_again_after_an_error(tmp_path, inside, monkeypatch
     if inside == "check":
         monkeypatch.setattr(attention, "_packed", breaks)
     else:
-        trainer.policy_update.scorer.prepare(model, CPU)
+        trainer.forward_backward.scorer.prepare(model, CPU)
         register = layer.register_forward_hook if inside == "forward" else layer.register_full_backward_hook
         register(breaks)
     with pytest.raises(Broken):
@@ -424,7 +424,7 @@ def test_a_model_that_cannot_share_is_noticed_told_once_and_trained_all_the_same
     trainer = make_trainer(tmp_path / "asked", model=build(), num_iterations=2, max_steps=2)
     spy = Spy(trainer)
     trainer.train()
-    assert trainer.policy_update.scorer.shares_prompts is False
+    assert trainer.forward_backward.scorer.shares_prompts is False
     told = [record.message for record in caplog.records if "once per completion" in record.message]
     assert len(told) == 1 and reason in told[0]
 
@@ -440,7 +440,7 @@ def test_a_model_that_can_share_says_nothing(tmp_path, caplog):
     caplog.set_level(logging.INFO, "grupo")
     trainer = make_trainer(tmp_path)
     trainer.train()
-    assert trainer.policy_update.scorer.shares_prompts is True
+    assert trainer.forward_backward.scorer.shares_prompts is True
     assert "once per completion" not in caplog.text
 
 
@@ -544,8 +544,8 @@ def test_the_token_budget_changes_no_gradient(tmp_path, monkeypatch, packed, los
     passes = set()
     for budget in (1, 17, 40, 100):
         trainer = make_trainer(tmp_path / str(budget), **options)
-        trainer.policy_update.token_budget = budget
-        trainer.policy_update.scorer.shares_prompts = packed
+        trainer.forward_backward.token_budget = budget
+        trainer.forward_backward.scorer.shares_prompts = packed
         spy = Spy(trainer)
         with monkeypatch.context() as patch:
             batches = recorded_batches(patch)
@@ -563,7 +563,7 @@ def test_a_batch_of_one_is_room_for_one_of_the_longest_rows(tmp_path, monkeypatc
     trainer = make_trainer(
         tmp_path / "one", max_completion_length=40, per_device_train_batch_size=1, gradient_accumulation_steps=16
     )
-    trainer.policy_update.scorer.shares_prompts = packed
+    trainer.forward_backward.scorer.shares_prompts = packed
     room = max(len(row.token_ids) for row in trainer.train_rows) + 40
     spy = Spy(trainer)
     with monkeypatch.context() as patch:

@@ -49,7 +49,7 @@ def assert_same(found, wanted):
 def test_a_token_budget_changes_no_gradient(tmp_path, budget):
     wanted = first_gradients(one_batch(tmp_path / "free"))
     trainer = one_batch(tmp_path / "cut", micro_batch_tokens=budget)
-    assert trainer.policy_update.token_budget == budget
+    assert trainer.forward_backward.token_budget == budget
     assert_same(first_gradients(trainer), wanted)
     assert json.loads((tmp_path / "cut" / "manifest.json").read_text())["micro_batch_tokens"] == budget
 
@@ -83,7 +83,7 @@ def test_activations_leave_and_weights_stay(monkeypatch):
 def test_one_out_of_memory_halves_the_budget_and_the_step_is_made_again(tmp_path, caplog):
     wanted = first_gradients(one_batch(tmp_path / "free"))
     trainer = one_batch(tmp_path / "full")
-    update, scorer = trainer.policy_update, trainer.policy_update.scorer
+    update, scorer = trainer.forward_backward, trainer.forward_backward.scorer
     scored, score = [], scorer.score
 
     def limited(module, batch, **more):
@@ -104,7 +104,7 @@ def test_one_out_of_memory_halves_the_budget_and_the_step_is_made_again(tmp_path
 
 def test_what_does_not_fit_alone_is_said(tmp_path):
     trainer = one_batch(tmp_path)
-    scorer, score = trainer.policy_update.scorer, trainer.policy_update.scorer.score
+    scorer, score = trainer.forward_backward.scorer, trainer.forward_backward.scorer.score
 
     def none_fits(module, batch, **more):
         if torch.is_grad_enabled():
@@ -118,14 +118,14 @@ def test_what_does_not_fit_alone_is_said(tmp_path):
 
 def test_other_errors_of_the_model_go_through(tmp_path):
     trainer = one_batch(tmp_path)
-    score = trainer.policy_update.scorer.score
+    score = trainer.forward_backward.scorer.score
 
     def broken(module, batch, **more):
         if torch.is_grad_enabled():
             raise RuntimeError("shapes do not fit")
         return score(module, batch, **more)
 
-    trainer.policy_update.scorer.score = broken
+    trainer.forward_backward.scorer.score = broken
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         trainer.train()
 

@@ -112,8 +112,8 @@ class Spy:
     """Compares the gradient of each step with that of one plain forward per completion."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
-        self.update, self.model, self.errors = trainer.policy_update, trainer.model, []
-        trainer.policy_update = self  # type: ignore[assignment]
+        self.update, self.model, self.errors = trainer.forward_backward, trainer.model, []
+        trainer.forward_backward = self  # type: ignore[assignment]
 
     def __call__(self, model: Any, samples: Any, **keywords: Any) -> Any:
         result = self.update(model, samples, **keywords)

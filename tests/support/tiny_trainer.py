@@ -99,10 +99,10 @@ class Spy:
     """Stands in for a trainer's PolicyUpdate and writes down every step."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
-        self.update = trainer.policy_update
+        self.update = trainer.forward_backward
         self.model = trainer.model
         self.steps: list[Step] = []
-        trainer.policy_update = self  # type: ignore[assignment]
+        trainer.forward_backward = self  # type: ignore[assignment]
 
     def __call__(self, model: torch.nn.Module, samples: list[Sample], *, entropy_coef: float = 0.0) -> Any:
         result = self.update(model, samples, entropy_coef=entropy_coef)

@@ -212,7 +212,7 @@ def test_tokens_at_the_entropy_threshold_do_not_depend_on_the_cut(tmp_path: Path
 
 def step_of(trainer: GRPOTrainer, samples: list[Sample], *, rows_per_batch: int | None = None) -> Step:
     """One more gradient of the model as it is now, on given samples; nothing is updated."""
-    update = trainer.policy_update.update
+    update = trainer.forward_backward.update
     update.rows_per_batch = rows_per_batch or update.rows_per_batch
     trainer.model.zero_grad()
     result = update(trainer.model, samples)
@@ -639,7 +639,7 @@ def test_epochs_are_permutations_and_the_rest_is_dropped(tmp_path: Path) -> None
     assert trainer.state.global_step == 6 and trainer.plan.dropped_prompts_per_epoch == 1
     first, second = drawn[:6], drawn[6:]
     assert len(set(first)) == len(set(second)) == 6 and first != second
-    stream = trainer.prompt_stream
+    stream = trainer.window.stream
     assert isinstance(stream, PromptStream)
     assert [prompt.content for window in range(6) for prompt in stream.window(window)] == drawn
 

@@ -28,7 +28,7 @@ class Events:
         self.scored = threading.Event()
 
     def watch(self, trainer: Any) -> Any:
-        score_window = trainer.policy_update.score_window
+        score_window = trainer.forward_backward.score_window
 
         def watched(*args: Any, **keywords: Any) -> Any:
             samples = score_window(*args, **keywords)
@@ -36,7 +36,7 @@ class Events:
             self.scored.set()
             return samples
 
-        trainer.policy_update.score_window = watched
+        trainer.forward_backward.score_window = watched
         return trainer
 
     async def judge(self, **columns: Any) -> list[float]:
@@ -159,7 +159,7 @@ def test_errors_of_rewards_and_of_the_scoring_are_what_they_were(tmp_path: Path)
     def runs_out(*args: Any, **keywords: Any) -> Any:
         raise MemoryError("of the scoring")
 
-    trainer.policy_update.score_window = runs_out  # type: ignore[method-assign]
+    trainer.forward_backward.score_window = runs_out  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="of the scoring"):
         trainer.train()
 
@@ -167,12 +167,12 @@ def test_errors_of_rewards_and_of_the_scoring_are_what_they_were(tmp_path: Path)
 def test_waiting_is_not_counted_twice(tmp_path: Path) -> None:
     events = Events()
     trainer = events.watch(make_trainer(tmp_path, reward_funcs=events.judge, beta=0.1))
-    slow = trainer.policy_update.score_window
+    slow = trainer.forward_backward.score_window
 
     def slowly(*args: Any, **keywords: Any) -> Any:
         threading.Event().wait(0.5)
         return slow(*args, **keywords)
 
-    trainer.policy_update.score_window = slowly
+    trainer.forward_backward.score_window = slowly
     trainer.train()
-    assert trainer.seconds["scoring"] > 0.5 > trainer.seconds["rewarding"]
+    assert trainer.training_log.seconds["scoring"] > 0.5 > trainer.training_log.seconds["rewarding"]

@@ -410,7 +410,7 @@ def test_replaced_groups_count_for_the_success_rate(tmp_path: Path) -> None:
         shuffle_dataset=True, curriculum_column="level", curriculum_window=4, dynamic_sampling_max_rounds=1, **DYNAMIC,
     )  # fmt: skip
     assert training_logs(trainer)[0]["curriculum/success_rate"] == 1.0
-    assert trainer.prompt_stream.state_dict()["unlocked"] == 2
+    assert trainer.window.stream.state_dict()["unlocked"] == 2
 
 
 # ---- resumed runs ----------------------------------------------------------------------------------------------------

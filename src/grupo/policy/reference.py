@@ -24,6 +24,10 @@ class Reference(Protocol):
         """The model computes as the reference. Never open it between a forward and its backward."""
         ...
 
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 class ReferencePolicy:
     """The policy as it was when training began, kept as a copy of the trainable parameters alone.
