@@ -429,7 +429,7 @@ def test_a_model_that_cannot_share_is_noticed_told_once_and_trained_all_the_same
     assert len(told) == 1 and reason in told[0]
 
     plain = make_trainer(tmp_path / "told", model=build(), num_iterations=2, max_steps=2)
-    plain.policy_update.scorer.shares_prompts = False
+    plain.forward_backward.scorer.shares_prompts = False
     wanted = Spy(plain)
     plain.train()
     for step, other in zip(spy.steps, wanted.steps, strict=True):
@@ -582,11 +582,11 @@ def test_gradients_of_the_trainer_are_those_of_padded_rows(tmp_path):
     options = {"num_iterations": 2, "max_steps": 2, "beta": 0.1, "top_entropy_quantile": 0.6, "entropy_coef": 0.05}
     packed = make_trainer(tmp_path / "packed", **options)
     padded = make_trainer(tmp_path / "padded", **options)
-    padded.policy_update.scorer.shares_prompts = False
+    padded.forward_backward.scorer.shares_prompts = False
     spies = [Spy(packed), Spy(padded)]
     for trainer in (packed, padded):
         trainer.train()
-    assert packed.policy_update.scorer.shares_prompts is True
+    assert packed.forward_backward.scorer.shares_prompts is True
     for step, wanted in zip(spies[0].steps, spies[1].steps, strict=True):
         assert distance(step.gradients, wanted.gradients) < 1e-5
         assert step.loss == pytest.approx(wanted.loss, abs=1e-6)

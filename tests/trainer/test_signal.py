@@ -125,7 +125,7 @@ def test_without_dead_groups_nothing_changes(tmp_path: Path) -> None:
     }  # fmt: skip
     plain, _ = trained(tmp_path / "plain", **settings)
     dynamic, _ = trained(tmp_path / "dynamic", **settings, **DYNAMIC)
-    assert type(plain.prompt_stream) is PromptStream and type(dynamic.prompt_stream) is AdaptiveStream
+    assert type(plain.window.stream) is PromptStream and type(dynamic.window.stream) is AdaptiveStream
     for name, tensor in weights(dynamic.model).items():
         assert torch.equal(tensor, weights(plain.model)[name])
     assert list(map(without_clock, training_logs(dynamic))) == list(map(without_clock, training_logs(plain)))
@@ -229,7 +229,7 @@ def test_the_gradient_is_that_of_the_chosen_completions_alone(tmp_path: Path, lo
         kept += [start + place for place in max_variance_subset(rewards, 2)]
     assert [index for index, sample in enumerate(samples) if sample.has_loss] == kept
     alone = make_trainer(tmp_path / "alone", dataset=LIVE, loss_type=loss_type)
-    alone.policy_update(alone.model, [all_samples[index] for index in kept])
+    alone.forward_backward(alone.model, [all_samples[index] for index in kept])
     assert distance(spy.steps[0].gradients, gradients(alone.model)) < 1e-6
     assert distance(spy.steps[0].gradients, whole.steps[0].gradients) > 0.1
 
@@ -467,7 +467,7 @@ def test_a_resumed_run_is_the_run_that_was_interrupted(tmp_path: Path, name: str
     resumed = real_run(tmp_path / "parts", resume=True, **settings)
     for weight, tensor in weights(whole.model).items():
         assert torch.equal(weights(resumed.model)[weight], tensor)
-    assert resumed.prompt_stream.state_dict() == whole.prompt_stream.state_dict()
+    assert resumed.window.stream.state_dict() == whole.window.stream.state_dict()
     assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen
     assert groups_in(tmp_path / "parts") == groups_in(tmp_path / "whole")
 

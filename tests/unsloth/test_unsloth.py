@@ -508,8 +508,8 @@ def test_checkpointing_is_what_the_model_was_asked_for(folder, tmp_path, caplog,
     model, tokenizer = adapted(folder, use_gradient_checkpointing=wanted)
     one = trainer(folder, tmp_path, model, tokenizer, **settings)
     one.train()
-    assert model.is_gradient_checkpointing is is_on is one.policy_update.checkpointing
-    assert not one.policy_update.offload_activations, "on the CPU they are in host memory already"
+    assert model.is_gradient_checkpointing is is_on is one.forward_backward.checkpointing
+    assert not one.forward_backward.offload_activations, "on the CPU they are in host memory already"
     assert ("GRPOConfig counts" in caplog.text) is (bool(settings))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import logging
 from typing import Any
 
@@ -34,10 +33,12 @@ class StepArguments(GRPOConfig):
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), **self.values_of_the_user}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """`training_args.bin` holds a plain GRPOConfig."""
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickles as the user's GRPOConfig: that is what `training_args.bin` holds."""
+        config = GRPOConfig.__new__(GRPOConfig)
         state = {name: value for name, value in vars(self).items() if name != "values_of_the_user"}
-        return copyreg.__newobj__, (GRPOConfig,), {**state, **self.values_of_the_user}  # type: ignore[attr-defined]
+        config.__dict__.update({**state, **self.values_of_the_user})
+        return config.__reduce_ex__(1)  # the form that names the class apart from the object
 
 
 def step_arguments(config: GRPOConfig, options: Asked) -> StepArguments:
