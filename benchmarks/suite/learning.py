@@ -18,7 +18,7 @@ from grupo import GRPOConfig, GRPOTrainer
 from grupo.cli.train import recipe_rewards
 from grupo.data.prompts import PromptTokenizer, tokenize_rows
 from grupo.evals.held_out import evaluate_held_out
-from grupo.models.load import stop_token_ids
+from grupo.models.inspect import stop_token_ids
 from grupo.recipes.schema import Recipe, load_recipe
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rollout.collector import RolloutCollector

@@ -61,7 +61,7 @@ def test_a_killed_run_is_exported_from_its_newest_checkpoint(
     killed.mkdir()
     (killed / "checkpoint-2").symlink_to(run / "checkpoint-2")
     assert main(["export", str(killed), "--to", "merged"]) == 0
-    assert "no model is saved in it; its newest checkpoint, checkpoint-2, is taken" in caplog.text
+    assert "it has no saved model; using its latest checkpoint, checkpoint-2." in caplog.text
     assert (tmp_path / "killed-merged" / "model.safetensors").is_file()
     assert main(["export", str(killed), "--to", "merged"]) == 2
     assert "exists already, and nothing is overwritten" in capsys.readouterr().err
@@ -77,7 +77,7 @@ def test_a_run_that_went_on_behind_its_saved_model_is_exported_from_its_newest_c
     (resumed / "manifest.json").write_text('{"model_step": 1}')
     output = tmp_path / "newest"
     assert main(["export", str(resumed), "--to", "adapter", "--output", str(output)]) == 0
-    assert "the model in it is older (step 1); its newest checkpoint, checkpoint-2, is taken" in caplog.text
+    assert "its saved model is older (step 1); using its latest checkpoint, checkpoint-2." in caplog.text
     weights = [
         (folder / "adapter_model.safetensors").read_bytes() for folder in (output, run / "checkpoint-2", resumed)
     ]
@@ -92,7 +92,7 @@ def test_damaged_files_are_named(run: Path, tmp_path: Path, capsys: pytest.Captu
     content[-1] ^= 1
     weights.write_bytes(content)
     assert main(["export", str(weights.parent), "--to", "adapter"]) == 2
-    assert "adapter_model.safetensors is not as it was written" in capsys.readouterr().err
+    assert "adapter_model.safetensors has changed since it was written" in capsys.readouterr().err
     (damaged / "adapter_model.safetensors").write_bytes(content[:100])
     assert main(["export", str(damaged), "--to", "merged"]) == 2
     assert "cannot be read" in capsys.readouterr().err

@@ -219,7 +219,7 @@ def test_the_summary_has_seconds_of_every_step(run: Path) -> None:
     """The log has means over the steps of a line; the summary has sums over the run."""
     seconds = read_json(run / "summary.json")["seconds"]
     outer = ("loading", "eval_before", "training", "eval_after", "saving")
-    inner = ("generating", "rewarding", "scoring", "updating")
+    inner = ("generating", "rewarding", "logprobs", "updating")
     assert set(seconds) == {*outer, *inner, "total"}
     assert sum(seconds[phase] for phase in outer) <= seconds["total"]
     assert sum(seconds[phase] for phase in inner) <= seconds["training"]

@@ -181,7 +181,7 @@ def test_a_run_without_the_hub_is_a_run(
     trainer.save_model()
     assert trainer.state.global_step == 2 and (tmp_path / "sums" / "model.safetensors").is_file()
     assert (tmp_path / "sums" / "checkpoint-2").is_dir()
-    assert f"`grupo export {tmp_path / 'sums'} --to hub --repo sums` uploads what it left" in caplog.text
+    assert f"`grupo export {tmp_path / 'sums'} --to hub --repo sums` uploads it later" in caplog.text
     with pytest.raises(ExportError, match="--to hub --repo sums` goes on"):
         trainer.push_to_hub()
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from grupo.cli import main
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.models.activation_recompute import cheap_activations_recomputed
-from grupo.models.inplace_lora import lora_added_in_place
-from grupo.models.load import check_trainable
-from grupo.models.memory import activations_in_host_memory
+from grupo.models.activation_offload import offload_activations
+from grupo.models.activation_recompute import recompute_cheap_activations
+from grupo.models.inplace_lora import inplace_lora
+from grupo.models.inspect import check_trainable
 from grupo.models.peft_setup import add_adapter
 from grupo.models.quantization import (
     arithmetic_dtype,
@@ -26,12 +26,12 @@ from grupo.models.quantization import (
     quantized_layers,
 )
 from grupo.policy.batching import collate
-from grupo.policy.logprob_model import Scorer, dropout_off
+from grupo.policy.logprob_model import LogprobModel, disable_dropout
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
-from grupo.rollout.local.inference_copy import decoding_copy
+from grupo.rollout.local.inference_copy import make_inference_copy
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 from tiny import tiny_model, tiny_tokenizer
 from tiny_trainer import PROMPTS, make_trainer
 
@@ -92,18 +92,18 @@ def requests(seeds=3):
 def gap(model, groups, asked):
     """Largest difference of the sampler's log-probs and scored ones, packed as in training."""
     samples = [
-        Sample(request.prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs)
+        TrainingSample(request.prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs)
         for request, group in zip(asked, groups, strict=True)
         for c in group
     ]
-    scorer = Scorer(model)
+    logprob_model = LogprobModel(model)
     model.train()
-    with torch.no_grad(), dropout_off(model):
-        scorer.prepare(model, CPU)
-        batch = collate(samples, pad_token_id=2, device=CPU, packed=bool(scorer.shares_prompts))
-        with scorer.attention():
-            scored = scorer.score(model, batch).logprobs
-    assert scorer.shares_prompts and scorer.reads_hidden_states
+    with torch.no_grad(), disable_dropout(model):
+        logprob_model.prepare(model, CPU)
+        batch = collate(samples, pad_token_id=2, device=CPU, packed=bool(logprob_model.use_prompt_sharing))
+        with logprob_model.attention():
+            scored = logprob_model.logprobs(model, batch).logprobs
+    assert logprob_model.use_prompt_sharing and logprob_model.reads_hidden_states
     return float((scored - batch.behavior_logprobs).abs().max())
 
 
@@ -129,7 +129,7 @@ def test_the_sampler_is_the_policy(folder, kind, settings):
         return
     asked, one = requests(), engine(model)
     groups = one.generate(asked, SamplingSpec(max_new_tokens=20))
-    assert one.copies and one._takes_row_cache
+    assert one.copies and one._supports_row_cache
     assert gap(model, groups, asked) < BOUND[kind]
 
 
@@ -145,7 +145,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(folder, kind):
 def test_without_room_for_a_copy_the_layers_are_used_as_they_are(folder, monkeypatch):
     model = adapted(loaded(folder))
     asked = requests()
-    monkeypatch.setattr("grupo.rollout.local.engine.decoding_copy", None)
+    monkeypatch.setattr("grupo.rollout.local.engine.make_inference_copy", None)
     # Room for the quantised weights, and not for dense ones.
     packed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     monkeypatch.setattr("grupo.rollout.local.engine.free_bytes", lambda device: 2 * packed)
@@ -207,7 +207,7 @@ def test_gradients_are_those_of_the_dequantised_model(folder, kind):
     model = adapted(loaded(folder, kind))
     wanted_logits, wanted = gradients(dequantised(model))
     decoder = model.get_base_model().model
-    for contexts in ((), (lora_added_in_place(model), cheap_activations_recomputed(decoder))):
+    for contexts in ((), (inplace_lora(model), recompute_cheap_activations(decoder))):
         logits, found = gradients(model, *contexts)
         torch.testing.assert_close(logits, wanted_logits, rtol=1e-4, atol=1e-4)
         assert found.keys() == wanted.keys() and len(found) == 28
@@ -228,9 +228,9 @@ def test_bfloat16_products(folder):
     assert arithmetic_dtype(model, CPU) == torch.bfloat16
     asked, one = requests(), engine(model)
     groups = one.generate(asked, SamplingSpec(max_new_tokens=20))
-    assert one._takes_row_cache
+    assert one._supports_row_cache
     with torch.no_grad():
-        found = decoding_copy(model)(input_ids=IDS).logits
+        found = make_inference_copy(model)(input_ids=IDS).logits
         model.eval()
         torch.testing.assert_close(found, model(input_ids=IDS).logits, rtol=0, atol=0.1)
     assert gap(model, groups, asked) < 0.1
@@ -244,7 +244,7 @@ def test_in_half_precision_the_first_changes_of_an_adapter_reach_the_sampler():
             parameter.data.mul_(1e-4)
     with torch.no_grad():
         layer = model.get_base_model().model.layers[0].self_attn.o_proj
-        copied = decoding_copy(model).model.layers[0].output
+        copied = make_inference_copy(model).model.layers[0].output
         hidden = torch.randn(200, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
         assert copied.weight is layer.base_layer.weight or torch.equal(copied.weight, layer.base_layer.weight)
         a, b = copied.low_rank
@@ -252,7 +252,7 @@ def test_in_half_precision_the_first_changes_of_an_adapter_reach_the_sampler():
         wanted = layer.lora_B.default(layer.lora_A.default(hidden.float())) * layer.scaling["default"]
         torch.testing.assert_close(change, wanted)
         torch.testing.assert_close(
-            decoding_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=0.1
+            make_inference_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=0, atol=0.1
         )
 
 
@@ -330,7 +330,7 @@ def test_a_recipe_in_4_bits(folder, tmp_path, capsys):
 
 def test_layer_inputs_wait_in_host_memory(monkeypatch):
     """What backward keeps with checkpointing are the inputs of layers; offloaded, none of them stays."""
-    monkeypatch.setattr("grupo.models.memory.SMALLEST_OFFLOADED", 1)
+    monkeypatch.setattr("grupo.models.activation_offload.SMALLEST_OFFLOADED", 1)
     model = tiny_model()
     model.gradient_checkpointing_enable()
     model.train()
@@ -344,6 +344,6 @@ def test_layer_inputs_wait_in_host_memory(monkeypatch):
         return empty_like(tensor, **more)
 
     monkeypatch.setattr(torch, "empty_like", leaving)
-    with activations_in_host_memory(model):
+    with offload_activations(model):
         model(input_ids=IDS, use_cache=False)
     assert len(inputs) == 2 and set(inputs) <= moved

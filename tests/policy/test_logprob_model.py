@@ -10,15 +10,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from grupo.policy.batching import collate, micro_batches
-from grupo.policy.logprob_model import Scorer, dropout_off
-from grupo.types import Sample
+from grupo.policy.logprob_model import LogprobModel, disable_dropout
+from grupo.types import TrainingSample
 from tiny import tiny_model
 
 CPU = torch.device("cpu")
 
 
 def sample(prompt, completion, advantage=1.0, **more):
-    return Sample(tuple(prompt), tuple(completion), advantage, True, True, None, **more)
+    return TrainingSample(tuple(prompt), tuple(completion), advantage, True, True, None, **more)
 
 
 def random_samples(count=6, seed=0, longest=20):
@@ -43,7 +43,7 @@ def by_hand(model, item, temperature=1.0):
 
 def scores(model, items, **settings):
     batch = collate(items, pad_token_id=2, device=CPU)
-    return Scorer(model, **settings).score(model, batch).logprobs
+    return LogprobModel(model, **settings).logprobs(model, batch).logprobs
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -74,7 +74,7 @@ def test_pad_token_may_be_a_token_of_the_text():
     model = tiny_model()
     item = sample([7, 1, 8, 1, 9], [10, 11, 1])
     batch = collate([item, sample(range(6, 40), range(6, 30))], pad_token_id=1, device=CPU)
-    result = Scorer(model).score(model, batch).logprobs[0, :3]
+    result = LogprobModel(model).logprobs(model, batch).logprobs[0, :3]
     torch.testing.assert_close(result.double(), by_hand(model, item), rtol=0, atol=1e-5)
 
 
@@ -107,9 +107,9 @@ def test_softcap_is_noticed_and_scored_exactly():
         )
     )  # fmt: skip
     items = random_samples(3)
-    scorer = Scorer(model)
-    result = scorer.score(model, collate(items, pad_token_id=2, device=CPU)).logprobs
-    assert scorer.reads_hidden_states is False
+    logprob_model = LogprobModel(model)
+    result = logprob_model.logprobs(model, collate(items, pad_token_id=2, device=CPU)).logprobs
+    assert logprob_model.reads_hidden_states is False
     for row, item in enumerate(items):
         torch.testing.assert_close(
             result[row, : len(item.completion_ids)].double(), by_hand(model, item), rtol=0, atol=1e-5
@@ -127,9 +127,9 @@ def test_forward_wrapped_by_someone_else_is_noticed():
 
     model.forward = louder
     items = random_samples(3)
-    scorer = Scorer(model)
-    result = scorer.score(model, collate(items, pad_token_id=2, device=CPU)).logprobs
-    assert scorer.reads_hidden_states is False
+    logprob_model = LogprobModel(model)
+    result = logprob_model.logprobs(model, collate(items, pad_token_id=2, device=CPU)).logprobs
+    assert logprob_model.reads_hidden_states is False
     torch.testing.assert_close(
         result[0, : len(items[0].completion_ids)].double(), by_hand(model, items[0]), rtol=0, atol=1e-5
     )
@@ -139,8 +139,8 @@ def test_adapter_on_the_head_is_trained():
     """Reading the base weight of a head with an adapter would train nothing there (TRL issue #4612)."""
     model = get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head", "q_proj"]))
     items = random_samples(3)
-    scorer = Scorer(model)
-    result = scorer.score(model, collate(items, pad_token_id=2, device=CPU)).logprobs
+    logprob_model = LogprobModel(model)
+    result = logprob_model.logprobs(model, collate(items, pad_token_id=2, device=CPU)).logprobs
     result.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if "lm_head" in name and "lora_B" in name}
     assert gradients and all(g is not None and g.abs().sum() > 0 for g in gradients.values())
@@ -176,7 +176,7 @@ def test_dropout_is_off_while_training_stays_on():
     items = random_samples(2)
     noisy = [scores(model, items) for _ in range(2)]
     assert not torch.equal(*noisy)
-    with dropout_off(model):
+    with disable_dropout(model):
         assert model.training
         quiet = [scores(model, items) for _ in range(2)]
     assert torch.equal(*quiet)
@@ -200,7 +200,7 @@ def test_reference_policy_is_the_start_and_leaves_the_policy_alone():
     with reference.active():
         assert torch.equal(scores(model, items), start)
     assert torch.equal(scores(model, items), moved)
-    reference.mix_in_policy(0.25)
+    reference.soft_update(0.25)
     with reference.active():
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.detach(), before[name] + 0.025)

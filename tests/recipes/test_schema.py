@@ -1,24 +1,17 @@
-"""Recipes and the rows that they name: what is read, what is refused, and what the built-in tasks hold."""
+"""Recipes: how they are read, overridden and written, and which are refused."""
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from datasets import Dataset, DatasetDict
 
 from grupo.config import GRPOConfig
-from grupo.data.prompts import PromptTokenizer, tokenize_rows
-from grupo.errors import ConfigError, DataError
+from grupo.errors import ConfigError
 from grupo.recipes.data import recipe_rows
 from grupo.recipes.schema import Recipe, built_in_recipes, load_recipe, to_yaml
 from grupo.rewards.registry import make_reward
-from grupo.tasks.registry import TASKS, make_task
-from tiny import tiny_tokenizer
 
 
 def written(folder: Path, content: str) -> str:
@@ -97,6 +90,18 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     )
     assert load_recipe(written(tmp_path, to_yaml(recipe))) == recipe
     assert load_recipe(written(tmp_path, to_yaml(load_recipe(None)))) == load_recipe(None)
+
+
+def test_anchors_and_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
+    text = "task: times-tables\ntraining: &all {seed: 1}\neval: {enabled: false}\nlora: {r: 4}"
+    assert load_recipe(written(tmp_path, text)).training == {"seed": 1}
+    text = "task: times-tables\nlora: &l {r: 4, alpha: 8}\neval: {<<: {enabled: false}, <<: {samples_per_prompt: 2}}"
+    assert load_recipe(written(tmp_path, text)).eval.samples_per_prompt == 2
+
+
+def test_the_yaml_of_a_recipe_is_plain() -> None:
+    """Anything that reads YAML can read it."""
+    assert yaml.safe_load(to_yaml(load_recipe(None)))["task"] == "times-tables"
 
 
 def test_tokens_of_the_hub_are_not_written_down() -> None:
@@ -182,181 +187,6 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
 )
 def test_overrides_with_mistakes_are_named(override: str, said: str) -> None:
     assert said in refused(None, override)
-
-
-# ---- rows of a dataset -----------------------------------------------------------------------------------------------
-
-QUESTIONS = [{"question": f"{n} + 1?", "gold": n + 1, "level": "easy"} for n in range(10)]
-
-
-def dataset_recipe(path: Path, **spec: Any) -> Recipe:
-    return Recipe.model_validate(
-        {"dataset": {"path": str(path), "prompt": "question", **spec}, "rewards": ["number_match"]}
-    )
-
-
-def write_rows(path: Path) -> Path:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS), encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(QUESTIONS), encoding="utf-8")
-    elif path.suffix == ".csv":
-        Dataset.from_list(QUESTIONS).to_csv(path)
-    elif path.suffix == ".parquet":
-        Dataset.from_list(QUESTIONS).to_parquet(path)
-    elif path.name == "saved":
-        Dataset.from_list(QUESTIONS).save_to_disk(path)
-    else:
-        DatasetDict({"train": Dataset.from_list(QUESTIONS)}).save_to_disk(path)
-    return path
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "saved", "saved-with-splits"])
-def test_local_files_give_the_same_rows(name: str, tmp_path: Path) -> None:
-    recipe = dataset_recipe(write_rows(tmp_path / name), rename={"gold": "answer"}, system="Be brief.")
-    rows, held_out = recipe_rows(recipe, seed=0)
-    assert held_out == []
-    assert rows == [
-        {
-            "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["question"]}],
-            "answer": row["gold"],
-            "level": "easy",
-        }
-        for row in QUESTIONS
-    ]
-
-
-def test_a_split_of_a_local_file_is_honoured_or_refused(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl")
-    rows, _ = recipe_rows(dataset_recipe(path, split="train[2:5]"), seed=0)
-    assert [row["gold"] for row in rows] == [3, 4, 5]
-    for name, said in (
-        ("rows.jsonl", 'Unknown split "test"'),
-        ("saved", "without splits"),
-        ("saved-with-splits", "test"),
-    ):
-        with pytest.raises(DataError, match=said):
-            recipe_rows(dataset_recipe(write_rows(tmp_path / name), split="test"), seed=0)
-        with pytest.raises(DataError, match=r"dataset.name='main' has no effect"):
-            recipe_rows(dataset_recipe(tmp_path / name, name="main"), seed=0)
-
-
-def test_anchors_and_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
-    text = "task: times-tables\ntraining: &all {seed: 1}\neval: {enabled: false}\nlora: {r: 4}"
-    assert load_recipe(written(tmp_path, text)).training == {"seed": 1}
-    text = "task: times-tables\nlora: &l {r: 4, alpha: 8}\neval: {<<: {enabled: false}, <<: {samples_per_prompt: 2}}"
-    assert load_recipe(written(tmp_path, text)).eval.samples_per_prompt == 2
-
-
-def test_questions_become_conversations_unless_chat_is_off(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl")
-    assert recipe_rows(dataset_recipe(path), 0)[0][0]["prompt"] == [{"role": "user", "content": "0 + 1?"}]
-    assert recipe_rows(dataset_recipe(path, chat=False), 0)[0][0]["prompt"] == "0 + 1?"
-
-
-def test_held_out_rows_are_no_training_rows(tmp_path: Path) -> None:
-    recipe = dataset_recipe(write_rows(tmp_path / "rows.jsonl"), held_out=4)
-    rows, held_out = recipe_rows(recipe, seed=0)
-    golds = [row["gold"] for row in rows], [row["gold"] for row in held_out]
-    assert len(golds[1]) == 4 and sorted(golds[0] + golds[1]) == list(range(1, 11))
-    assert recipe_rows(recipe, seed=0) == (rows, held_out)
-    assert recipe_rows(recipe, seed=1) != (rows, held_out)
-
-
-def test_rows_keep_their_numbers_behind_the_split(tmp_path: Path) -> None:
-    tokenizer = PromptTokenizer(tiny_tokenizer())
-    path = write_rows(tmp_path / "rows.jsonl")
-    for part in recipe_rows(dataset_recipe(path, held_out=4, rename={"gold": "answer"}), seed=0):
-        rows = tokenize_rows(part, tokenizer)
-        assert [row.row for row in rows] == [row.columns["answer"] - 1 for row in rows], "answers are numbers + 1"
-    broken = [*QUESTIONS[:7], {**QUESTIONS[7], "question": None}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in broken), encoding="utf-8")
-    with pytest.raises(DataError, match="The prompt of row 7 is NoneType"):
-        for part in recipe_rows(dataset_recipe(path, held_out=4), seed=0):
-            tokenize_rows(part, tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"prompt": "problem"}, "dataset.prompt='problem' is no column"),
-        (
-            {"rename": {"answer": "gold"}},
-            "dataset.rename names 'answer', which is no column beside the question; those are ",
-        ),
-        ({"rename": {"gold": "level"}}, "would be called 'level'"),
-        ({"rename": {"gold": "prompt"}}, "would be called 'prompt'"),
-        ({"held_out": 10}, "dataset.held_out=10 leaves nothing to train on"),
-    ],
-)
-def test_columns_that_do_not_fit_are_named(spec: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=re.escape(said)):
-        recipe_rows(dataset_recipe(write_rows(tmp_path / "rows.jsonl"), **spec), 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("rows.jsonl", '{"question": "a", "gold": 1}\n{"question": "ä", "gold": 1}\n'),
-        ("rows.csv", "question,gold\nä,1"),
-    ],
-)
-def test_a_file_in_another_encoding_is_refused(name: str, text: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match=r"line 2 is not in UTF-8 .*0xe4"):
-        recipe_rows(dataset_recipe(path), 0)
-    path.write_bytes(text.encode("utf-8"))
-    assert recipe_rows(dataset_recipe(path), 0)[0][-1]["prompt"] == [{"role": "user", "content": "ä"}]
-
-
-# ---- built-in tasks --------------------------------------------------------------------------------------------------
-
-
-def facts(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """(a, b) of each question, after a check of its answer."""
-    found = []
-    for row in rows:
-        (message,) = row["prompt"]
-        a, b = (int(number) for number in re.fullmatch(r"What is (\d+) \* (\d+)\?", message["content"]).groups())  # type: ignore[union-attr]
-        assert message["role"] == "user" and row["answer"] == str(a * b)
-        found.append((a, b))
-    return found
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_times_tables_hold_out_whole_facts(seed: int) -> None:
-    task = make_task("times-tables", seed)
-    train, held_out = facts(task.train), facts(task.held_out)
-    everything = {(a, b) for a in range(2, 13) for b in range(2, 13)}
-    assert len(train) + len(held_out) == len(everything) and {*train, *held_out} == everything
-    unordered = [{tuple(sorted(fact)) for fact in side} for side in (train, held_out)]
-    assert [len(side) for side in unordered] == [46, 20]
-    assert not unordered[0] & unordered[1], "the mirror of a held-out product would give it away"
-    assert {(b, a) for a, b in held_out} == set(held_out)
-
-
-def test_times_tables_depend_on_the_seed_alone() -> None:
-    assert make_task("times-tables", 3) == make_task("times-tables", 3)
-    assert make_task("times-tables", 3).held_out != make_task("times-tables", 4).held_out
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_no_task_trains_on_a_held_out_prompt(name: str) -> None:
-    task = make_task(name)
-    assert not {str(row["prompt"]) for row in task.train} & {str(row["prompt"]) for row in task.held_out}
-    for reward, arguments in task.rewards.items():
-        make_reward(reward, **arguments)
-
-
-def test_an_unknown_task_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'times-tables'"):
-        make_task("time-table")
-
-
-def test_the_yaml_of_a_recipe_is_plain() -> None:
-    """Anything that reads YAML can read it."""
-    assert yaml.safe_load(to_yaml(load_recipe(None)))["task"] == "times-tables"
 
 
 def test_a_weight_that_is_no_finite_number_is_refused() -> None:

@@ -44,7 +44,7 @@ def scored_rows(folder, monkeypatch, rows, *, packed, **settings):
             **settings,
         )
         if not packed:
-            trainer.forward_backward.scorer.shares_prompts = False
+            trainer.forward_backward.logprob_model.use_prompt_sharing = False
         train(trainer)
     assert all((batch.layout is not None) == packed for batch in batches if batch.reference_logprobs is not None)
     found = {}

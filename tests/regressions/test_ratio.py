@@ -134,7 +134,7 @@ def test_every_precision_scores_from_hidden_states(tmp_path, peft_config, settin
     )
     train(trainer)
     first, second = logs_of(trainer)
-    assert trainer.forward_backward.scorer.reads_hidden_states is True
+    assert trainer.forward_backward.logprob_model.reads_hidden_states is True
     assert first["ratio/mean"] == pytest.approx(1, abs=1e-6) and abs(first["kl"]) <= 1e-6
     assert first["sampling/logprob_gap"] < gap and abs(second["ratio/mean"] - 1) > 1e-4
 

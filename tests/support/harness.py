@@ -87,8 +87,8 @@ def make_trainer(
 
 
 def after_its_checks(trainer: GRPOTrainer) -> GRPOTrainer:
-    """The trainer, once scorer and engine have compared their ways through the model, with token ids of their own."""
-    trainer.forward_backward.scorer.prepare(trainer.model, trainer.accelerator.device)
+    """The trainer, once its log-prob model and engine have checked their fast paths with token ids of their own."""
+    trainer.forward_backward.logprob_model.prepare(trainer.model, trainer.accelerator.device)
     request = GenerationRequest(trainer.train_rows[0].draw(0), (0,))
     trainer.engine.generate([request], SamplingSpec(max_new_tokens=1))
     return trainer

@@ -21,12 +21,12 @@ from grupo import GRPOTrainer
 from grupo.algo.losses import LossInputs, Objective, StepTotals
 from grupo.data.prompts import PromptStream
 from grupo.errors import TrainingError
-from grupo.policy import logprob_model as scorer_module
+from grupo.policy import logprob_model as logprob_model_module
 from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs
-from grupo.policy.forward_backward import PolicyUpdate
-from grupo.policy.logprob_model import Scorer
-from grupo.types import Sample
+from grupo.policy.forward_backward import ForwardBackward
+from grupo.policy.logprob_model import LogprobModel
+from grupo.types import TrainingSample
 from tiny import tiny_model
 from tiny_trainer import EOS, PROMPTS, TOKENIZER, Spy, Step, distance, gradients, make_trainer, run, weights
 
@@ -100,14 +100,14 @@ def test_denominators_of_the_micro_batch_would_be_noticed(
     tmp_path: Path, loss_type: str, as_mean_of_means: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison above fails when each micro-batch is divided by its own tokens and rows (TRL #3021, #5619)."""
-    right = PolicyUpdate._loss
+    right = ForwardBackward._loss
 
     def own_totals(update, model, batch, totals, threshold, entropy_coef):
-        passes = -(-totals.rows // update.rows_per_batch) if as_mean_of_means else 1
+        passes = -(-totals.rows // update.micro_batch_size) if as_mean_of_means else 1
         tokens, rows = int(batch.loss_mask.sum()) * passes, int(batch.loss_mask.any(1).sum()) * passes
         return right(update, model, batch, StepTotals(tokens, rows, tokens), threshold, entropy_coef)
 
-    monkeypatch.setattr(PolicyUpdate, "_loss", own_totals)
+    monkeypatch.setattr(ForwardBackward, "_loss", own_totals)
     whole, cut = splits_of(tmp_path, torch.float32, splits=(SPLITS[0], SPLITS[2]), loss_type=loss_type)
     assert distance(cut[0].gradients, whole[0].gradients) > 1e-2
 
@@ -161,7 +161,7 @@ def test_chunks_of_tokens_and_vocabulary_change_nothing(
 ) -> None:
     def chunked(tokens: int, vocabulary: int) -> list[Step]:
         chunks = functools.partial(chunked_logprobs, token_chunk=tokens, vocabulary_chunk=vocabulary)
-        monkeypatch.setattr(scorer_module, "chunked_logprobs", chunks)
+        monkeypatch.setattr(logprob_model_module, "chunked_logprobs", chunks)
         return run(tmp_path, model=tiny_model(dtype=dtype), **OFF_POLICY, **EVERY_OPTION)
 
     plain = chunked(1024, 16384)
@@ -205,15 +205,15 @@ def test_tokens_at_the_entropy_threshold_do_not_depend_on_the_cut(tmp_path: Path
     tokens = sum(len(sample.completion_ids) for sample in samples)
     for rank in range(1, tokens - 1, 4):  # each group's four first tokens, which are equal, are met once
         spy.update.top_entropy_quantile = 1 - rank / (tokens - 1)
-        whole, *cut = (step_of(trainer, samples, rows_per_batch=rows) for rows in (16, 8, 2))
+        whole, *cut = (step_of(trainer, samples, micro_batch_size=rows) for rows in (16, 8, 2))
         for step in cut:
             assert distance(step.gradients, whole.gradients) < 1e-5, f"rank {rank} of {tokens}"
 
 
-def step_of(trainer: GRPOTrainer, samples: list[Sample], *, rows_per_batch: int | None = None) -> Step:
+def step_of(trainer: GRPOTrainer, samples: list[TrainingSample], *, micro_batch_size: int | None = None) -> Step:
     """One more gradient of the model as it is now, on given samples; nothing is updated."""
     update = trainer.forward_backward.update
-    update.rows_per_batch = rows_per_batch or update.rows_per_batch
+    update.micro_batch_size = micro_batch_size or update.micro_batch_size
     trainer.model.zero_grad()
     result = update(trainer.model, samples)
     return Step(samples, gradients(trainer.model), float(result.loss), result.metrics.means())
@@ -242,17 +242,17 @@ def test_rows_without_gradient_are_skipped_and_change_nothing(
 ) -> None:
     options, is_computed = COMPUTED[name]
     scored_rows: list[int] = []
-    score = Scorer.score
+    score = LogprobModel.logprobs
 
     def counting(self, module, batch, **keywords):
         scored_rows.append(len(batch.lengths) if torch.is_grad_enabled() else 0)
         return score(self, module, batch, **keywords)
 
-    monkeypatch.setattr(Scorer, "score", counting)
+    monkeypatch.setattr(LogprobModel, "logprobs", counting)
     skipping = run(tmp_path / "skipping", loss_type=loss_type, **OFF_POLICY, **options)
     assert sum(scored_rows) == sum(is_computed(sample) for step in skipping for sample in step.samples)
     scored_rows.clear()
-    monkeypatch.setattr(PolicyUpdate, "_has_gradient", lambda self, sample: True)
+    monkeypatch.setattr(ForwardBackward, "_has_gradient", lambda self, sample: True)
     computing = run(tmp_path / "computing", loss_type=loss_type, **OFF_POLICY, **options)
     assert sum(scored_rows) == 2 * 16
 
@@ -304,7 +304,7 @@ def test_a_step_without_any_signal_has_zero_gradients_and_adamw_acts_as_always(
     assert steps[1].loss == 0.0
     assert any(not torch.equal(after[1][name], after[0][name]) for name in after[0]), "momentum and decay still act"
 
-    monkeypatch.setattr(PolicyUpdate, "_has_gradient", lambda self, sample: True)
+    monkeypatch.setattr(ForwardBackward, "_has_gradient", lambda self, sample: True)
     _, naive = train("computing")
     moved, moved_naively = ({name: tensor - start[name] for name, tensor in of[2].items()} for of in (after, naive))
     # AdamW divides by the gradient's own size, which makes much of the rounding of the smallest ones.
@@ -321,12 +321,12 @@ class OtherCut(Spy):
         super().__init__(trainer)
         self.scoring, self.updating = scoring, updating
 
-    def score_window(self, *arguments: Any, **keywords: Any) -> list[Sample]:
-        self.update.rows_per_batch = self.scoring
-        return self.update.score_window(*arguments, **keywords)
+    def add_fixed_logprobs(self, *arguments: Any, **keywords: Any) -> list[TrainingSample]:
+        self.update.micro_batch_size = self.scoring
+        return self.update.add_fixed_logprobs(*arguments, **keywords)
 
-    def __call__(self, model: torch.nn.Module, samples: list[Sample], *, entropy_coef: float = 0.0) -> Any:
-        self.update.rows_per_batch = self.updating
+    def __call__(self, model: torch.nn.Module, samples: list[TrainingSample], *, entropy_coef: float = 0.0) -> Any:
+        self.update.micro_batch_size = self.updating
         return super().__call__(model, samples, entropy_coef=entropy_coef)
 
 
@@ -416,10 +416,10 @@ def test_a_positive_advantage_raises_and_a_negative_one_lowers_the_log_prob(tmp_
     )
     spy = Spy(trainer)
 
-    def logprobs(samples: list[Sample]) -> list[float]:
+    def logprobs(samples: list[TrainingSample]) -> list[float]:
         batch = collate(samples, pad_token_id=2, device=torch.device("cpu"))
         with torch.no_grad():
-            return Scorer(trainer.model).score(trainer.model, batch).logprobs.sum(1).tolist()
+            return LogprobModel(trainer.model).logprobs(trainer.model, batch).logprobs.sum(1).tolist()
 
     before = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
@@ -582,11 +582,13 @@ def test_which_completions_an_optimizer_step_uses(tmp_path: Path, name: str) -> 
 def test_ranks_share_out_every_step_and_keep_their_rows(
     world_size: int, rollout: int, rollouts: int, passes: int, step: int
 ) -> None:
-    from grupo.rollout.schedule import deal
+    from grupo.rollout.schedule import schedule_completions
 
     window = rollout * rollouts
     dealt = [
-        deal(window_size=window, rollout_size=rollout, passes=passes, step_size=step, world_size=world_size, rank=rank)
+        schedule_completions(
+            window_size=window, rollout_size=rollout, passes=passes, step_size=step, world_size=world_size, rank=rank
+        )
         for rank in range(world_size)
     ]
     sequence = list(range(window)) * passes

@@ -21,7 +21,7 @@ from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import NumberedRows, PromptStream, TokenizedRow
 from grupo.errors import ConfigError, DataError, RewardError
 from grupo.evals.pass_rates import measured_pass_rates
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from tiny import tiny_model
 from tiny_trainer import EOS, TOKENIZER, Spy, distance, gradients, make_trainer, reward, weights
 
@@ -65,12 +65,12 @@ MIXED = rows("aBcDEfgh")
 def test_groups_without_a_signal_make_room_for_others(tmp_path: Path) -> None:
     trainer, spy = trained(tmp_path, dataset=MIXED, **DYNAMIC)
     assert prompts_of(spy.steps[0].samples) == "agcf"
-    assert all(sample.group_is_live for sample in spy.steps[0].samples)
+    assert all(sample.group_has_signal for sample in spy.steps[0].samples)
     (line,) = training_logs(trainer)
     assert line["dynamic_sampling/rounds"] == 3
     assert line["dynamic_sampling/groups"] == 7
     assert line["dynamic_sampling/kept_share"] == pytest.approx(4 / 7)
-    assert line["dynamic_sampling/live_share"] == 1.0
+    assert line["dynamic_sampling/zero_variance_share"] == 0.0
 
 
 def test_everything_that_was_sampled_is_recorded_and_counted(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_everything_that_was_sampled_is_recorded_and_counted(tmp_path: Path) -> 
     completions = [completion for group in groups for completion in group["completions"]]
     (line,) = training_logs(trainer)
     assert line["reward"] == pytest.approx(sum(c["reward"] for c in completions) / len(completions))
-    assert line["live_group_share"] == pytest.approx(4 / 7)
+    assert line["frac_reward_zero_std"] == pytest.approx(3 / 7)
     assert line["completions/mean_length"] == pytest.approx(sum(c["tokens"] for c in completions) / len(completions))
     assert line["num_tokens"] == sum(c["tokens"] + 1 for c in completions), "each with its prompt of one token"
 
@@ -91,7 +91,7 @@ def test_what_is_dead_after_the_last_round_stays_in(tmp_path: Path) -> None:
     trainer, spy = trained(tmp_path, dataset=MIXED, **DYNAMIC, dynamic_sampling_max_rounds=1)
     assert prompts_of(spy.steps[0].samples) == "aEcf"
     (line,) = training_logs(trainer)
-    assert line["dynamic_sampling/rounds"] == 2 and line["dynamic_sampling/live_share"] == 0.75
+    assert line["dynamic_sampling/rounds"] == 2 and line["dynamic_sampling/zero_variance_share"] == 0.25
 
 
 def test_data_without_any_signal_end_after_the_last_round(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_data_without_any_signal_end_after_the_last_round(tmp_path: Path) -> Non
     trainer, spy = trained(tmp_path, dataset=rows("ABCDEF"), **DYNAMIC)
     assert all(not gradient.any() for gradient in spy.steps[0].gradients.values())
     assert [group["prompt_id"] for group in groups_in(tmp_path)] == [12, 13, 14, 15, *range(12)]
-    assert training_logs(trainer)[0]["dynamic_sampling/live_share"] == 0.0
+    assert training_logs(trainer)[0]["dynamic_sampling/zero_variance_share"] == 1.0
 
 
 def test_advantages_over_the_batch_are_those_of_the_final_groups(tmp_path: Path) -> None:
@@ -196,20 +196,20 @@ def test_columns_that_rewards_log_stay_beside_their_completions(tmp_path: Path) 
 
 
 class Scored:
-    """The completions that the scorer sees, with and without gradient."""
+    """The completions that the logprob_model sees, with and without gradient."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.with_gradient: list[tuple[int, ...]] = []
         self.without: list[tuple[int, ...]] = []
-        score = Scorer.score
+        score = LogprobModel.logprobs
 
-        def spying(scorer: Any, model: Any, batch: Any, **keywords: Any) -> Any:
+        def spying(logprob_model: Any, model: Any, batch: Any, **keywords: Any) -> Any:
             seen = self.with_gradient if torch.is_grad_enabled() else self.without
             lengths = batch.completion_mask.sum(1).tolist()
             seen += [tuple(ids[:n]) for ids, n in zip(batch.completion_ids.tolist(), lengths, strict=True)]
-            return score(scorer, model, batch, **keywords)
+            return score(logprob_model, model, batch, **keywords)
 
-        monkeypatch.setattr(Scorer, "score", spying)
+        monkeypatch.setattr(LogprobModel, "logprobs", spying)
 
 
 LIVE = rows("abcd")
@@ -242,7 +242,7 @@ def test_what_is_not_chosen_is_never_scored(tmp_path: Path, monkeypatch: pytest.
     chosen = sorted(sample.completion_ids for sample in spy.steps[0].samples if sample.has_loss)
     assert len(chosen) == 8
     assert sorted(scored.with_gradient) == sorted(2 * chosen)
-    # The scorer's check at the start scores tokens of its own.
+    # The logprob_model's check at the start scores tokens of its own.
     sampled = {sample.completion_ids for sample in spy.steps[0].samples}
     assert set(scored.without) & sampled == set(chosen) < sampled
     assert all(sample.old_logprobs and sample.reference_logprobs for sample in spy.steps[0].samples)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import grupo
 from grupo import FastLanguageModel, GRPOConfig, GRPOTrainer, PatchFastRL, SamplingParams
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.models.load_options import asked_of
+from grupo.models.load_options import load_options
 from grupo.models.quantization import is_4bit, is_8bit, quantized_layers
 from grupo.sampling_params import requested_sampling
 from grupo.unsloth import arguments
@@ -183,7 +183,7 @@ def test_the_same_again_is_no_change_and_another_is_refused(folder):
     model, _ = adapted(folder)
     before = {name: p.clone() for name, p in model.named_parameters()}
     again = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
-    assert again is model and asked_of(model).checkpointing is False
+    assert again is model and load_options(model).checkpointing is False
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     with pytest.raises(ConfigError, match="r=4, not 8; lora_alpha=16, not 32"):
         FastLanguageModel.get_peft_model(model, r=8, lora_alpha=32)
@@ -263,7 +263,7 @@ def test_modes(folder):
     assert FastLanguageModel.for_inference(model) is model and not model.training
     assert all(layer.training for layer in quantized_layers(model)), "bitsandbytes would rearrange their weights"
     FastLanguageModel.for_training(model, use_gradient_checkpointing=False)
-    assert model.training and asked_of(model).checkpointing is False
+    assert model.training and load_options(model).checkpointing is False
     with pytest.raises(ConfigError, match="not the tokenizer"):
         FastLanguageModel.for_inference(tokenizer)
 
@@ -325,7 +325,7 @@ def test_max_seq_length_bounds_prompt_and_completion(folder):
         (lambda model: model.fast_generate([]), "list"),
         (lambda model: model.fast_generate(""), "must be a text"),
         (lambda model: model.fast_generate("a", SamplingParams(n=0)), "at least 1"),
-        (lambda model: FastLanguageModel.get_peft_model(asked_of(model).tokenizer), "pass the model"),
+        (lambda model: FastLanguageModel.get_peft_model(load_options(model).tokenizer), "pass the model"),
         (lambda model: FastLanguageModel.from_pretrained(3), "folder"),
         (lambda model: model.fast_generate([3]), "must be a text"),
         (lambda model: model.fast_generate("a", lora_request=3), "load_lora"),
@@ -514,14 +514,14 @@ def test_checkpointing_is_what_the_model_was_asked_for(folder, tmp_path, caplog,
 
 
 def test_offload_is_connected_on_an_accelerator(folder, monkeypatch):
-    from grupo.models.load_options import Asked
+    from grupo.models.load_options import LoadOptions
     from grupo.trainer.step_arguments import step_arguments
 
     config = GRPOConfig("anywhere")
     monkeypatch.setattr(type(config), "device", torch.device("cuda"))
-    asked = Asked(checkpointing=True, offload=True)
+    asked = LoadOptions(checkpointing=True, offload=True)
     assert step_arguments(config, asked).offload_activations and not config.offload_activations
-    assert not step_arguments(config, Asked(checkpointing=True)).offload_activations
+    assert not step_arguments(config, LoadOptions(checkpointing=True)).offload_activations
 
 
 def test_max_seq_length_holds_in_training(folder, tmp_path):

@@ -80,8 +80,8 @@ def test_what_is_in_the_cache_is_used(offline: list[str], tmp_path: Path) -> Non
 
 
 def test_local_folders_ask_nobody(offline: list[str], tmp_path: Path) -> None:
-    assert not hub.is_out_of_reach(str(tmp_path)) and not hub.is_out_of_reach("/no/such/folder")
-    assert not hub.is_out_of_reach("rows.jsonl/") and offline == []
+    assert not hub.is_unreachable(str(tmp_path)) and not hub.is_unreachable("/no/such/folder")
+    assert not hub.is_unreachable("rows.jsonl/") and offline == []
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_an_answer_of_any_kind_is_an_answer(answer: Exception, monkeypatch: pyte
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    assert not hub.is_out_of_reach(NAME)
+    assert not hub.is_unreachable(NAME)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert hub.is_out_of_reach(NAME)
+    assert hub.is_unreachable(NAME)
 
 
 def in_cache(cache: Path, name: str) -> Path:

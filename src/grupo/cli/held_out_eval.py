@@ -49,7 +49,7 @@ class Evaluation:
             samples_per_prompt=self.samples_per_prompt,
             sampling=self.sampling,
             weights=self.config.reward_weights,
-            rows_at_once=self.trainer.eval_rows_at_once(),
+            completions_at_once=self.trainer.eval_completions_at_once(),
             world_size=self.config.world_size,
             rank=self.config.process_index,
         )
@@ -86,6 +86,6 @@ class Evaluation:
             "samples_per_prompt": self.samples_per_prompt,
             "temperature": self.sampling.temperature,
             "max_completion_length": self.sampling.max_new_tokens,
-            "rewards": self.trainer.rewards.identities,
+            "rewards": self.trainer.rewards.fingerprints,
             "reward_weights": self.config.reward_weights,
         }

@@ -211,19 +211,9 @@ def _print_list(lines: Iterable[str]) -> None:
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    from grupo.tasks.registry import TASKS, make_task
+    from grupo.tasks.registry import describe_tasks
 
-    lines = []
-    for name in TASKS:
-        task = make_task(name)
-        lines.append(f"{name}: {task.description} {len(task.train)} training prompts, {len(task.held_out)} held out; "
-                     f"rewards {', '.join(task.rewards)}")  # fmt: skip
-        lines += [f"    level {level}: {asked}" for level, asked in enumerate(task.levels, start=1)]
-        row = task.train[0]
-        answer = f" -> {row['answer']!r}" if "answer" in row else ""
-        lines.append(f"    sample: {row['prompt'][-1]['content']!r}{answer}")
-    lines.append("reasoning-gym:NAME: any task of reasoning-gym, with its own scorer; needs pip install reasoning-gym")
-    _print_list(lines)
+    _print_list(describe_tasks())
     return DONE
 
 
@@ -275,7 +265,7 @@ def _env(options: argparse.Namespace) -> int:
 
     import torch
 
-    from grupo.runs.folder import PACKAGES, installed_version
+    from grupo.runs.manifest import PACKAGES, installed_version
 
     print(f"grupo {__version__}, Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} CPU cores")
     for package in PACKAGES:

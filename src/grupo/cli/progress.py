@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 SHOWN = {
     "reward": "reward {:.3f}",
-    "live_group_share": "live groups {:.0%}",
+    "frac_reward_zero_std": "zero-variance groups {:.0%}",
     "completions/mean_length": "length {:.1f}",
     "completions/clipped_ratio": "truncated {:.0%}",
     "kl": "kl {:.4f}",

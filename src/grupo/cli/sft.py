@@ -34,11 +34,12 @@ from grupo.recipes.build import (
 )
 from grupo.recipes.data import dataset_rows, recipe_rows
 from grupo.recipes.schema import Recipe, to_yaml
-from grupo.runs.folder import RunFolder, check_can_be_written, move_files
+from grupo.runs.folder import RunFolder, check_writable
 from grupo.trainer import GRPOTrainer
 from grupo.trainer.setup import as_mapping, load_policy_and_tokenizer
 from grupo.trainer.sft_trainer import sft_trainer
-from grupo.utils.messages import counted
+from grupo.utils.files import move_files
+from grupo.utils.messages import pluralize
 
 FOLDER = "sft"
 """In the run folder of a GRPO run: the model that the supervised phase has left."""
@@ -77,7 +78,7 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
     config = GRPOConfig(**training_fields(recipe))
     recipe, console = as_one_run(recipe, config, console)
     folder = str(recipe.training["output_dir"])
-    check_can_be_written(Path(folder))
+    check_writable(Path(folder))
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     say(console, phase.describe())
     set_seed(config.seed)
@@ -165,8 +166,8 @@ class Phase:
         per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         steps = math.ceil(math.ceil(len(self.shown) / per_step) * self.args.num_train_epochs)
         steps = self.args.max_steps if self.args.max_steps > 0 else steps
-        shown = counted(len(self.shown), "demonstration")
-        said = f"[bold]sft[/]      {shown}, {counted(steps, 'optimizer step')} of supervised fine-tuning"
+        shown = pluralize(len(self.shown), "demonstration")
+        said = f"[bold]sft[/]      {shown}, {pluralize(steps, 'optimizer step')} of supervised fine-tuning"
         repeated = -len(self.shown) % (self.args.train_batch_size * self.args.world_size)
         if self.args.world_size > 1 and repeated:
             said += f"; to fill the batches of {self.args.world_size} processes, each epoch repeats {repeated} of them"

@@ -41,12 +41,12 @@ from grupo.recipes.data import recipe_rewards, recipe_rows
 from grupo.recipes.reference_answers import usable_rows
 from grupo.recipes.schema import Recipe, to_yaml
 from grupo.runs.checkpoint import UNFINISHED
-from grupo.runs.folder import move_files, named
 from grupo.runs.model_card import model_card
-from grupo.runs.plots import REWARD_CURVE, reward_drawing, training_log
+from grupo.runs.plots import REWARD_CURVE, reward_svg, training_log
 from grupo.trainer import GRPOTrainer
 from grupo.trainer.memory_estimate import memory_estimate, shown
-from grupo.utils.messages import counted
+from grupo.utils.files import move_files, write_errors_as
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -54,7 +54,7 @@ INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C; SystemExit 
 
 
 @dataclass
-class Clock:
+class PhaseTimer:
     """Seconds by phase."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def train(
         ConfigError, DataError: before anything is written, with what to set instead.
         GrupoError: the run had to stop; the model is saved as it was then.
     """
-    clock = Clock()
+    clock = PhaseTimer()
     if recipe.training.get("resume_from_checkpoint"):
         raise ConfigError(
             "training.resume_from_checkpoint has no effect in a recipe. Take it out, and add --resume: the run goes on "
@@ -150,7 +150,7 @@ def train(
     # A weighted reward whose answers all score 0 at the start looks like an accuracy until the second evaluation.
     is_accuracy = all(result.is_accuracy for result in (before, after) if result is not None)
     log = training_log(trainer.run_folder.metrics_file)
-    drawing = reward_drawing(log)
+    drawing = reward_svg(log)
     if drawing is not None:
         trainer.run_folder.write_text(REWARD_CURVE, drawing)
     trainer.run_folder.write_text("README.md", _card(recipe, trainer, before, after, log, is_accuracy=is_accuracy))
@@ -177,13 +177,13 @@ def _save_model(trainer: GRPOTrainer) -> None:
     """
     folder = trainer.run_folder.path
     partial = folder / UNFINISHED / "model"
-    with named(folder):
+    with write_errors_as(folder):
         trainer.save_model(str(partial), _internal_call=True)
         if not trainer.args.should_save:
             return
         move_files(partial, folder)
         shutil.rmtree(folder / UNFINISHED)
-    trainer.run_folder.model_is_saved(trainer.state.global_step)
+    trainer.run_folder.record_saved_step(trainer.state.global_step)
 
 
 def _checkpoint(trainer: GRPOTrainer, console: Console, accept_changes: str) -> str | None:
@@ -258,16 +258,16 @@ def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_
     name = "SmolLM2-135M-Instruct (the default)" if recipe.model == "default" else recipe.model
     say(console, f"[bold]model[/]    {escape(name)}, {trainer.policy.total_parameters / 1e6:.1f} M parameters, "
                  f"{trainer.policy.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})")  # fmt: skip
-    say(console, f"[bold]task[/]     {escape(source)}: {counted(len(trainer.train_rows), 'training prompt')}, "
+    say(console, f"[bold]task[/]     {escape(source)}: {pluralize(len(trainer.train_rows), 'training prompt')}, "
                  f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
     for line in trainer.plan.describe():
         _say_line(console, line)
     trainer.printed_plan = trainer.printed_loss_hint = True
     if trainer.reference is not None:
-        say(console, f"[bold]KL[/]       against {trainer.reference.says}")
+        say(console, f"[bold]KL[/]       against {trainer.reference.description}")
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
-    say(console, f"[bold]run[/]      {counted(steps, 'optimizer step')}, "
-                 f"{counted(steps * trainer.plan.completions_per_step, 'completion')}, "
+    say(console, f"[bold]run[/]      {pluralize(steps, 'optimizer step')}, "
+                 f"{pluralize(steps * trainer.plan.completions_per_step, 'completion')}, "
                  f"into {escape(str(trainer.run_folder.path))}")  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def _tell_memory(console: Console, trainer: GRPOTrainer, held_out: Evaluation | 
         trainer.model,
         trainer.config,
         prompt_tokens=max(len(row.token_ids) for row in rows),
-        eval_rows=min(answers // trainer.config.world_size, trainer.eval_rows_at_once() or answers),
+        eval_rows=min(answers // trainer.config.world_size, trainer.eval_completions_at_once() or answers),
         free=free,
         checkpointing=bool(trainer.args.gradient_checkpointing),
     )
@@ -299,7 +299,7 @@ def _tell_memory(console: Console, trainer: GRPOTrainer, held_out: Evaluation | 
 
 def _write_summary(
     trainer: GRPOTrainer,
-    clock: Clock,
+    clock: PhaseTimer,
     before: HeldOutResult | None,
     after: HeldOutResult | None,
     *,
@@ -348,7 +348,7 @@ def _card(
         folder=str(folder),
         base_model=base,
         is_adapter=hasattr(trainer.model, "peft_config"),
-        summary=f"{base}, {_primed(recipe)}trained for {counted(trainer.state.global_step, 'step')} of GRPO on "
+        summary=f"{base}, {_primed(recipe)}trained for {pluralize(trainer.state.global_step, 'step')} of GRPO on "
         f"{source}; rewards: {', '.join(trainer.rewards.names)}.",
         results=results,
         recipe=to_yaml(recipe, with_defaults=False),
@@ -393,8 +393,9 @@ def _change(before: HeldOutResult, after: HeldOutResult, *, is_accuracy: bool) -
 
 
 def _warn_without_signal(console: Console, trainer: GRPOTrainer) -> None:
-    shares = [entry["live_group_share"] for entry in trainer.state.log_history if "live_group_share" in entry]
-    if shares and not any(shares):
+    name = "frac_reward_zero_std"
+    shares = [entry[name] for entry in trainer.state.log_history if name in entry]
+    if shares and min(shares) == 1.0:
         say(console, "[bold]nothing was learned[/]: in no step did the answers to a prompt get different rewards. See "
                      "docs/troubleshooting.md, and read single answers in completions.jsonl.")  # fmt: skip
 
@@ -419,9 +420,9 @@ def _with_reward(group: dict[str, Any]) -> str:
 
 def _shown(result: HeldOutResult, is_accuracy: bool) -> str:
     interval, prompts = result.interval, len(result.groups)
-    samples = counted(interval.n, "sample")
+    samples = pluralize(interval.n, "sample")
     if prompts < FEW_PROMPTS:
-        samples += f" of only {counted(prompts, 'prompt')}, too few for the interval to mean much"
+        samples += f" of only {pluralize(prompts, 'prompt')}, too few for the interval to mean much"
     if is_accuracy:
         return f"{interval.mean:.1%} (95 % interval {interval.low:.1%} to {interval.high:.1%}, {samples})"
     return f"{interval.mean:.2f} (95 % interval {interval.low:.2f} to {interval.high:.2f}, {samples})"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from grupo.errors import ConfigError
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 if TYPE_CHECKING:
     from grupo.config.grpo_config import GRPOConfig
@@ -134,30 +134,30 @@ class StepPlan:
     def _step_line(self) -> str:
         groups, rest = divmod(self.completions_per_step, self.num_generations)
         if rest == 0:
-            content = f"of {counted(groups, 'prompt')}"
+            content = f"of {pluralize(groups, 'prompt')}"
         else:
             content = f"({self.completions_per_step / self.num_generations:.3g} groups of {self.num_generations})"
         return (
-            f"optimizer step: {counted(self.completions_per_step, 'completion')} {content} = {self.micro_batch_size} "
-            f"per device x {counted(self.gradient_accumulation_steps, 'accumulation step')} x "
-            f"{counted(self.world_size, 'process')}"
+            f"optimizer step: {pluralize(self.completions_per_step, 'completion')} {content} = {self.micro_batch_size} "
+            f"per device x {pluralize(self.gradient_accumulation_steps, 'accumulation step')} x "
+            f"{pluralize(self.world_size, 'process')}"
         )
 
     def _rollout_line(self) -> str:
-        size = f"{counted(self.completions_per_rollout, 'completion')} of {counted(self.prompts_per_rollout, 'prompt')}"
+        completions = pluralize(self.completions_per_rollout, "completion")
+        size = f"{completions} of {pluralize(self.prompts_per_rollout, 'prompt')}"
         if self.rollouts_per_step > 1:
             use = f"{self.rollouts_per_step} rollouts per optimizer step"
         else:
-            use = f"used for {counted(self.steps_per_rollout, 'optimizer step')}"
+            use = f"used for {pluralize(self.steps_per_rollout, 'optimizer step')}"
         passes = f", {self.num_iterations} passes over each completion" if self.num_iterations > 1 else ""
         return f"rollout: {size}, {use}{passes}"
 
     def _epoch_line(self) -> str | None:
         if self.rollouts_per_epoch is None or self.steps_per_epoch is None:
             return None
-        line = (
-            f"epoch: {counted(self.rollouts_per_epoch, 'rollout')}, {counted(self.steps_per_epoch, 'optimizer step')}"
-        )
+        rollouts, steps = self.rollouts_per_epoch, self.steps_per_epoch
+        line = f"epoch: {pluralize(rollouts, 'rollout')}, {pluralize(steps, 'optimizer step')}"
         if self.dropped_prompts_per_epoch:
             line += f"; {self.dropped_prompts_per_epoch} of {self.num_prompts} prompts left over and dropped"
         return line
@@ -227,9 +227,9 @@ def _uneven_rollout(numbers: _Numbers) -> str | None:
     if size is None or (size >= numbers.per_forward and size % numbers.per_forward == 0):
         return None
     return (
-        f"generation_batch_size={size} is not a multiple of the {counted(numbers.per_forward, 'completion')} of one "
+        f"generation_batch_size={size} is not a multiple of the {pluralize(numbers.per_forward, 'completion')} of one "
         f"forward pass (per_device_train_batch_size={numbers.per_device_train_batch_size} x "
-        f"{counted(numbers.world_size, 'process')})."
+        f"{pluralize(numbers.world_size, 'process')})."
     )
 
 
@@ -240,9 +240,9 @@ def _cut_group(numbers: _Numbers) -> str | None:
     of_user = numbers.steps_per_generation is not None or numbers.generation_batch_size is not None
     window_name = "steps per generation" if of_user else "gradient_accumulation_steps"
     return (
-        f"A rollout of {counted(completions, 'completion')} (per_device_train_batch_size="
+        f"A rollout of {pluralize(completions, 'completion')} (per_device_train_batch_size="
         f"{numbers.per_device_train_batch_size} x {numbers.window} {window_name} x "
-        f"{counted(numbers.world_size, 'process')}) does not hold whole groups of num_generations="
+        f"{pluralize(numbers.world_size, 'process')}) does not hold whole groups of num_generations="
         f"{numbers.num_generations}."
     )
 
@@ -252,7 +252,7 @@ def _uneven_steps(numbers: _Numbers) -> str | None:
     if (window * passes) % accumulation == 0 or (passes == 1 and accumulation % window == 0):
         return None
     return (
-        f"A rollout of {counted(window, 'micro-batch')} x num_iterations={passes} is not used up by whole optimizer "
+        f"A rollout of {pluralize(window, 'micro-batch')} x num_iterations={passes} is not used up by whole optimizer "
         f"steps of gradient_accumulation_steps={accumulation}."
     )
 
@@ -266,7 +266,7 @@ def _too_few_prompts(numbers: _Numbers) -> str | None:
         return None
     what = "one rollout" if rollouts == 1 else f"one optimizer step ({rollouts} rollouts)"
     return (
-        f"The dataset has {counted(numbers.num_prompts, 'prompt')}, and {what} needs {needed} "
+        f"The dataset has {pluralize(numbers.num_prompts, 'prompt')}, and {what} needs {needed} "
         f"({needed * numbers.num_generations} completions, {numbers.num_generations} per prompt)."
     )
 
@@ -288,8 +288,8 @@ def _advice(numbers: _Numbers) -> str:
     )
     if _misfit(smallest) is not None:
         return (
-            f"With num_generations={group} on {counted(processes, 'process')} it takes at least "
-            f"{counted(processes // math.gcd(group, processes), 'prompt')}."
+            f"With num_generations={group} on {pluralize(processes, 'process')} it takes at least "
+            f"{pluralize(processes // math.gcd(group, processes), 'prompt')}."
         )
     return (
         f"These fit together: per_device_train_batch_size={smallest.per_device_train_batch_size}, "

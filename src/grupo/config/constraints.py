@@ -17,7 +17,7 @@ from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrate
 from transformers.training_args import OptimizerNames
 
 from grupo.errors import ConfigError
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 if TYPE_CHECKING:
     from grupo.config.grpo_config import GRPOConfig
@@ -65,7 +65,7 @@ def check_choice(name: str, value: Any, options: Collection[str]) -> None:
         return
     if isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is not one of {_listed(options)}.{QUOTES}")
-    hint = nearest(value, options)
+    hint = did_you_mean(value, options)
     if hint and len(options) > _MAX_LISTED:
         raise ConfigError(f"{name}={value!r} is not an option of transformers.{hint}")
     raise ConfigError(f"{name}={value!r} is not one of {_listed(options)}.{hint}")

@@ -26,7 +26,7 @@ from grupo.config.field_support import (
 )
 from grupo.config.renames import translate_compound
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 if TYPE_CHECKING:
     from grupo.config.batch_plan import StepPlan
@@ -59,7 +59,7 @@ def translate_old_names(keywords: Mapping[str, Any], defaults: Mapping[str, Any]
                 raise UnsupportedError(f"{name}={value!r} is not supported: {DROPPED_FIELDS[name]}.")
             logger.warning("%s=%r has no effect: %s.", name, value, DROPPED_FIELDS[name])
         elif name not in COMPOUND_FIELDS:
-            hint = nearest(name, defaults) or " docs/config.md lists every field."
+            hint = did_you_mean(name, defaults) or " docs/config.md lists every field."
             raise ConfigError(f"GRPOConfig has no field {name!r}.{hint}")
     # Last, as they are compared with what the fields say.
     for name in COMPOUND_FIELDS:
@@ -406,7 +406,7 @@ def merged_sampling(config: GRPOConfig) -> dict[str, Any]:
             sampling[name] = value
         else:
             instead = _INSTEAD.get(name)
-            hint = f" Instead, {instead}." if instead else nearest(name, GENERATION_KEYS)
+            hint = f" Instead, {instead}." if instead else did_you_mean(name, GENERATION_KEYS)
             raise ConfigError(f"generation_kwargs has no key {name!r} ({', '.join(GENERATION_KEYS)}).{hint}")
     return sampling
 

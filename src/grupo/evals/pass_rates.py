@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from grupo.data.curriculum import is_success
 from grupo.data.prompts import plain_rows, row_numbers
 from grupo.rollout.groups import AdvantageSettings
-from grupo.rollout.schedule import even_share
+from grupo.rollout.schedule import rank_slice
 
 if TYPE_CHECKING:
     from grupo.trainer import GRPOTrainer
@@ -39,7 +39,7 @@ def measured_pass_rates(
     prompts = [row.draw(row.row) for row in trainer.tokenized_rows(dataset, "measured")]
     result = trainer.collector.collect(
         prompts,
-        even_share(len(prompts) * samples, world_size, trainer.args.process_index),
+        rank_slice(len(prompts) * samples, world_size, trainer.args.process_index),
         group_size=samples,
         sampling=config.sampling_spec(),
         settings=AdvantageSettings(
@@ -48,8 +48,8 @@ def measured_pass_rates(
             aggregation="sum_then_normalize",
             max_failed_share=config.max_failed_reward_share,
         ),
-        purpose="pass rate",
-        rows_at_once=trainer.plan.completions_per_rollout // world_size,
+        seed_scope="pass rate",
+        completions_at_once=trainer.plan.completions_per_rollout // world_size,
     )
     rates: list[float | None] = [None] * len(dataset)
     place = {number: place for place, number in enumerate(row_numbers(dataset))}

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from grupo.errors import ConfigError, ExportError, first_line
+from grupo.errors import ConfigError, ExportError, summarize_error
 from grupo.export.source import ADAPTER_CONFIG
-from grupo.runs.folder import read_json
 from grupo.runs.model_card import card_from_files, for_hub, is_written
-from grupo.runs.plots import REWARD_CURVE, reward_drawing, training_log
+from grupo.runs.plots import REWARD_CURVE, reward_svg, training_log
+from grupo.utils.files import read_json
 from grupo.utils.hub import answers
 
 logger = logging.getLogger("grupo")
@@ -78,7 +78,7 @@ def retried(upload: Callable[[], T], folder: str | Path, repo_id: str, *, attemp
         try:
             return upload()
         except failures() as error:
-            reason = first_line(error)
+            reason = summarize_error(error)
             if is_refusal(error):
                 raise ConfigError(f"The Hub does not take the upload to {repo_id!r}: {reason}") from error
             if attempt == attempts:
@@ -131,11 +131,11 @@ def _staged(folder: Path, scratch: Path, tags: Sequence[str]) -> Path:
             link.symlink_to(entry.resolve())
     # A checkpoint is of the run around it.
     run = folder.resolve().parent if (folder / "trainer_state.json").is_file() else folder
-    card, drawing = scratch / "README.md", reward_drawing(training_log(run / "metrics.jsonl"))
+    card, drawing = scratch / "README.md", reward_svg(training_log(run / "metrics.jsonl"))
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     if not is_written(text):
         adapter = folder / ADAPTER_CONFIG
-        base = read_json(adapter).get("base_model_name_or_path") if adapter.is_file() else None
+        base = read_json(adapter).get("base_model_name_or_path")
         text = card_from_files(folder, run, base_model=base, is_adapter=adapter.is_file())
     card.unlink(missing_ok=True)
     card.write_text(for_hub(text, tags), encoding="utf-8")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_ATTRIBUTE = "grupo_asked"
+_ATTRIBUTE = "grupo_load_options"
 
 
 @dataclass
-class Asked:
+class LoadOptions:
     """Kept on the model; None where nobody has asked."""
 
     tokenizer: Any = None
@@ -19,15 +19,15 @@ class Asked:
     """Layers are computed again in backward."""
     offload: bool = False
     """With checkpointing: the inputs of the layers wait in host memory until then."""
-    trains_all: bool = False
+    full_finetuning: bool = False
     """All weights, without an adapter."""
 
 
-def asked_of(model: Any) -> Asked:
+def load_options(model: Any) -> LoadOptions:
     """Of a model or of the one below its adapter."""
     asked = getattr(model, _ATTRIBUTE, None)
-    return asked if isinstance(asked, Asked) else Asked()
+    return asked if isinstance(asked, LoadOptions) else LoadOptions()
 
 
-def ask(model: Any, asked: Asked) -> None:
+def set_load_options(model: Any, asked: LoadOptions) -> None:
     setattr(model, _ATTRIBUTE, asked)

@@ -21,8 +21,9 @@ from transformers.utils.hub import has_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from grupo.errors import ConfigError, GrupoError, UnsupportedError
-from grupo.models.load import PROMPT_LEARNING, WHERE, base_model, load_policy, prepared_for_adapter, quantization
-from grupo.utils.hub import is_out_of_reach
+from grupo.models.inspect import PROMPT_LEARNING, base_model, quantization
+from grupo.models.load import HUB_KWARGS, load_policy, prepare_for_kbit_training
+from grupo.utils.hub import is_unreachable
 from grupo.utils.messages import BASE_QUANTIZATION
 
 logger = logging.getLogger("grupo")
@@ -78,8 +79,8 @@ class SavedAdapter:
 
 def find_adapter(name: str, model_init_kwargs: Mapping[str, Any] | None = None) -> SavedAdapter | None:
     """The adapter of this name; None where there is none, so that the name is that of a whole model, or of nothing."""
-    where = {key: value for key, value in (model_init_kwargs or {}).items() if key in WHERE}
-    if is_out_of_reach(name):
+    where = {key: value for key, value in (model_init_kwargs or {}).items() if key in HUB_KWARGS}
+    if is_unreachable(name):
         where["local_files_only"] = True
     try:
         path = find_adapter_config_file(name, **where)
@@ -143,15 +144,15 @@ def load_with_adapter(
     source, where = adapter.source
     try:
         saved = load_peft_weights(source, device="cpu", **where)
-        fit_vocabulary(base, saved)
-        model = PeftModel.from_pretrained(prepared_for_adapter(base), source, is_trainable=True, **where)
+        resize_to_saved_vocab(base, saved)
+        model = PeftModel.from_pretrained(prepare_for_kbit_training(base), source, is_trainable=True, **where)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"The adapter {adapter.name!r} cannot be put on its base model {adapter.base!r}: "
             f"{' '.join(str(error).split())[:400]}"
         ) from error
     _check_complete(model, adapter.name, saved)
-    if is_blank(model):
+    if is_zero_init(model):
         logger.warning(
             "The adapter %s changes nothing: its B matrices are all zero, as before any training. The run starts from "
             "the base model.",
@@ -180,7 +181,7 @@ def _check_complete(model: PeftModel, name: str, saved: Collection[str]) -> None
         )
 
 
-def fit_vocabulary(base: Any, saved: Mapping[str, torch.Tensor]) -> None:
+def resize_to_saved_vocab(base: Any, saved: Mapping[str, torch.Tensor]) -> None:
     """Gives the base model as many embeddings as were saved with the adapter, where tokens had been added."""
     embedding = base.get_input_embeddings()
     (name,) = [name for name, module in base.named_modules() if module is embedding]
@@ -195,7 +196,7 @@ def fit_vocabulary(base: Any, saved: Mapping[str, torch.Tensor]) -> None:
             return
 
 
-def is_blank(model: Any) -> bool:
+def is_zero_init(model: Any) -> bool:
     """Whether a LoRA adapter computes exactly what its base model computes, as before any training."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     b_matrices = [p for name, p in trained if "lora_B" in name or "lora_embedding_B" in name]
@@ -203,7 +204,7 @@ def is_blank(model: Any) -> bool:
     return bool(b_matrices) and not others and not any(bool(p.detach().any()) for p in b_matrices)
 
 
-def why_base_is_lost(model: Any) -> str | None:
+def base_unavailable_reason(model: Any) -> str | None:
     """Why the base model cannot be had by switching the adapter off; None where it can."""
     configs: Iterable[Any] = (getattr(model, "peft_config", None) or {}).values()
     if not configs or not hasattr(model, "disable_adapter"):
@@ -211,18 +212,18 @@ def why_base_is_lost(model: Any) -> str | None:
     for config in configs:
         if getattr(config, "bias", "none") != "none":
             return f"the adapter trains the biases of the base model itself (bias={config.bias!r})"
-        if changes_base(config):
+        if init_modifies_base(config):
             return f"init_lora_weights={config.init_lora_weights!r} has taken a part of the base model into the adapter"
     return None
 
 
-CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+BASE_MODIFYING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def changes_base(config: Any) -> bool:
+def init_modifies_base(config: Any) -> bool:
     """Whether the adapter began by moving a part of the base model's weights into itself."""
     start = getattr(config, "init_lora_weights", True)
-    return isinstance(start, str) and start.lower().startswith(CHANGING_STARTS)
+    return isinstance(start, str) and start.lower().startswith(BASE_MODIFYING_INITS)
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ def has_new_tokens(model: Any) -> bool:
     return saved is not None and rows != saved
 
 
-def warn_of_vocabulary(model: Any, tokenizer: Any) -> None:
+def check_vocab_consistency(model: Any, tokenizer: Any) -> None:
     """New embeddings that nothing trains; and those that fit neither the base model nor the tokenizer, which load
     nowhere without help: peft gives a base model as many as the tokenizer beside the adapter has tokens, where it has
     fewer.
@@ -319,7 +320,7 @@ def _base_vocabulary(model: Any) -> int | None:
 
 
 @torch.no_grad()
-def weight_sums(model: Any) -> dict[str, tuple[float, float]]:
+def parameter_checksums(model: Any) -> dict[str, tuple[float, float]]:
     """Sum and sum of squares of each trainable parameter: other numbers after any real update."""
     return {
         name: (float(parameter.double().sum()), float(parameter.double().square().sum()))

@@ -11,52 +11,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grupo.types import GroupSpan, MicroBatch, PackedLayout, Sample
+from grupo.types import GroupSpan, MicroBatch, PackedLayout, TrainingSample
 
 
 def micro_batches(
-    samples: Sequence[Sample],
-    rows_per_batch: int,
+    samples: Sequence[TrainingSample],
+    micro_batch_size: int,
     *,
-    row_tokens: int | None = None,
+    max_sequence_tokens: int | None = None,
     token_budget: int | None = None,
     packed: bool = False,
-) -> Iterator[list[Sample]]:
+) -> Iterator[list[TrainingSample]]:
     """Cuts samples into micro-batches. Losses do not depend on the order or on the cuts.
 
     Args:
-        rows_per_batch: most completions of a micro-batch.
-        row_tokens: of a completion with its prompt at most. Packed completions then fill the tokens of `rows_per_batch`
-            such rows, which is what memory was meant for, rather than count as rows.
+        micro_batch_size: most completions of a micro-batch.
+        max_sequence_tokens: most tokens of a prompt with one completion. Packed micro-batches may then hold the tokens
+            of `micro_batch_size` such sequences, however many completions these are.
         token_budget: most tokens of a micro-batch, padding included; a single completion above it stands alone.
             None: no limit.
         packed: completions of one prompt stand together and count its tokens once. Otherwise rows of similar length
             stand together, so that little is padded.
     """
     if packed:
-        if row_tokens is not None:
-            room = rows_per_batch * row_tokens
-            rows_per_batch, token_budget = len(samples), room if token_budget is None else min(room, token_budget)
-        yield from _packed_batches(samples, rows_per_batch, token_budget)
+        if max_sequence_tokens is not None:
+            room = micro_batch_size * max_sequence_tokens
+            micro_batch_size, token_budget = len(samples), room if token_budget is None else min(room, token_budget)
+        yield from _packed_batches(samples, micro_batch_size, token_budget)
         return
     ordered = sorted(samples, key=_row_length, reverse=True)
     start = 0
     while start < len(ordered):
         # The first row is the longest, and all are padded to it.
-        fitting = rows_per_batch if token_budget is None else max(1, token_budget // _row_length(ordered[start]))
-        stop = start + min(rows_per_batch, fitting)
+        fitting = micro_batch_size if token_budget is None else max(1, token_budget // _row_length(ordered[start]))
+        stop = start + min(micro_batch_size, fitting)
         yield ordered[start:stop]
         start = stop
 
 
-def _packed_batches(samples: Sequence[Sample], rows: int, token_budget: int | None) -> Iterator[list[Sample]]:
+def _packed_batches(
+    samples: Sequence[TrainingSample], rows: int, token_budget: int | None
+) -> Iterator[list[TrainingSample]]:
     budget = token_budget or sum(map(_row_length, samples))
     pieces = [
         piece
         for members in _by_prompt(samples)
-        for piece in _pieces(sorted(members, key=_completion_length, reverse=True), rows, budget)
+        for piece in _split_group(sorted(members, key=_completion_length, reverse=True), rows, budget)
     ]
-    batch: list[Sample] = []
+    batch: list[TrainingSample] = []
     used = 0
     for piece in sorted(pieces, key=lambda piece: _completion_length(piece[0]), reverse=True):
         tokens = len(piece[0].prompt_ids) + sum(map(_completion_length, piece))
@@ -68,21 +70,21 @@ def _packed_batches(samples: Sequence[Sample], rows: int, token_budget: int | No
         yield [sample for members in _by_prompt(batch) for sample in members]
 
 
-def _pieces(group: Sequence[Sample], rows: int, budget: int) -> list[list[Sample]]:
+def _split_group(group: Sequence[TrainingSample], rows: int, budget: int) -> list[list[TrainingSample]]:
     """Completions of one prompt, longest first, in as few pieces as fit; about as many tokens in each.
 
     A piece more is a prompt computed once more.
     """
     room = min(max(budget - len(group[0].prompt_ids), 1), sum(map(_completion_length, group)))
-    fewest = len(_filled(group, rows, room))
+    fewest = len(_pack(group, rows, room))
     # The smallest room that takes no more pieces makes them even.
-    smallest = bisect.bisect_left(range(room), True, key=lambda tokens: len(_filled(group, rows, tokens)) <= fewest)
-    return _filled(group, rows, smallest)
+    smallest = bisect.bisect_left(range(room), True, key=lambda tokens: len(_pack(group, rows, tokens)) <= fewest)
+    return _pack(group, rows, smallest)
 
 
-def _filled(group: Sequence[Sample], rows: int, room: int) -> list[list[Sample]]:
+def _pack(group: Sequence[TrainingSample], rows: int, room: int) -> list[list[TrainingSample]]:
     """Piece after piece of at most `rows` completions and `room` tokens; a longer completion stands alone."""
-    pieces: list[list[Sample]] = []
+    pieces: list[list[TrainingSample]] = []
     used = 0
     for sample in group:
         length = _completion_length(sample)
@@ -94,24 +96,24 @@ def _filled(group: Sequence[Sample], rows: int, room: int) -> list[list[Sample]]
     return pieces
 
 
-def _by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
+def _by_prompt(samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
     """Samples whose prompts have the same tokens, which is all that sharing takes."""
-    groups: dict[tuple[int, ...], list[Sample]] = {}
+    groups: dict[tuple[int, ...], list[TrainingSample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt_ids, []).append(sample)
     return list(groups.values())
 
 
-def _row_length(sample: Sample) -> int:
+def _row_length(sample: TrainingSample) -> int:
     return len(sample.prompt_ids) + len(sample.completion_ids)
 
 
-def _completion_length(sample: Sample) -> int:
+def _completion_length(sample: TrainingSample) -> int:
     return len(sample.completion_ids)
 
 
 def collate(
-    samples: Sequence[Sample],
+    samples: Sequence[TrainingSample],
     *,
     pad_token_id: int,
     device: torch.device,
@@ -142,7 +144,7 @@ def collate(
         completion_mask=completion_mask,
         loss_mask=completion_mask & has_loss[:, None],
         advantages=torch.tensor([sample.advantage for sample in samples], dtype=dtype),
-        live_groups=torch.tensor([sample.group_is_live for sample in samples]),
+        has_signal=torch.tensor([sample.group_has_signal for sample in samples]),
         behavior_logprobs=_pad_optional([sample.behavior_logprobs for sample in samples], dtype),
         old_logprobs=_pad_optional([sample.old_logprobs for sample in samples], dtype),
         reference_logprobs=_pad_optional([sample.reference_logprobs for sample in samples], dtype),
@@ -150,10 +152,10 @@ def collate(
     return to_device(batch, device)
 
 
-def _padded_rows(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> dict[str, Any]:
+def _padded_rows(samples: Sequence[TrainingSample], pad_token_id: int, multiple: int) -> dict[str, Any]:
     rows = [(*sample.prompt_ids, *sample.completion_ids) for sample in samples]
     input_ids = _pad_right(rows, pad_token_id, torch.long, multiple)
-    predictors = [
+    logit_indices = [
         index * input_ids.shape[1] + len(sample.prompt_ids) - 1 + step
         for index, sample in enumerate(samples)
         for step in range(len(sample.completion_ids))
@@ -162,15 +164,15 @@ def _padded_rows(samples: Sequence[Sample], pad_token_id: int, multiple: int) ->
         "input_ids": input_ids,
         "position_ids": None,
         "layout": None,
-        "predictors": torch.tensor(predictors),
+        "logit_indices": torch.tensor(logit_indices),
         "num_tokens": sum(map(len, rows)),
     }
 
 
-def _packed_row(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> dict[str, Any]:
+def _packed_row(samples: Sequence[TrainingSample], pad_token_id: int, multiple: int) -> dict[str, Any]:
     ids: list[int] = []
     positions: list[int] = []
-    predictors: list[int] = []
+    logit_indices: list[int] = []
     groups: list[GroupSpan] = []
     for prompt, run in itertools.groupby(samples, key=lambda sample: sample.prompt_ids):
         members = list(run)
@@ -183,7 +185,7 @@ def _packed_row(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> 
             ids.extend(sample.completion_ids)
             positions.extend(range(len(prompt), len(prompt) + len(sample.completion_ids)))
             # The first token is predicted by the prompt's last one, which all completions share.
-            predictors.extend([last_of_prompt, *range(first, len(ids) - 1)])
+            logit_indices.extend([last_of_prompt, *range(first, len(ids) - 1)])
         groups.append(GroupSpan(start, len(prompt), tuple(map(_completion_length, members))))
     num_tokens = len(ids)
     padding = -num_tokens % multiple
@@ -191,7 +193,7 @@ def _packed_row(samples: Sequence[Sample], pad_token_id: int, multiple: int) -> 
         "input_ids": torch.tensor([[*ids, *[pad_token_id] * padding]]),
         "position_ids": torch.tensor([[*positions, *[0] * padding]]),
         "layout": PackedLayout(tuple(groups)),
-        "predictors": torch.tensor(predictors),
+        "logit_indices": torch.tensor(logit_indices),
         "num_tokens": num_tokens,
     }
 

@@ -20,19 +20,16 @@ from torch import Tensor, nn
 from grupo.algo.entropy import entropy_threshold
 from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
 from grupo.errors import TrainingError
-from grupo.metrics import AllGather, MetricSums
-from grupo.models.activation_recompute import cheap_activations_recomputed
-from grupo.models.inplace_lora import lora_added_in_place
-from grupo.models.memory import (
-    activations_in_host_memory,
-    give_back_memory,
-    is_out_of_memory,
-    memory_given_back_between_layers,
-)
+from grupo.metrics import AllGather, MetricAccumulator
+from grupo.models.activation_offload import offload_activations
+from grupo.models.activation_recompute import recompute_cheap_activations
+from grupo.models.inplace_lora import inplace_lora
+from grupo.models.memory import is_out_of_memory, trim_between_layers
 from grupo.policy.batching import collate, micro_batches
-from grupo.policy.logprob_model import Scorer, Scores, dropout_off
+from grupo.policy.logprob_model import LogprobModel, TokenLogprobs, disable_dropout
 from grupo.policy.reference import Reference
-from grupo.types import MicroBatch, Sample
+from grupo.types import MicroBatch, TrainingSample
+from grupo.utils.malloc import trim_host_memory
 
 logger = logging.getLogger("grupo")
 
@@ -41,7 +38,7 @@ ENTROPY_ROUNDING = 1e-4
 first tokens of a group all have the same: computed again in another micro-batch, rounding would choose among them."""
 
 
-class Ranks(Protocol):
+class DistributedContext(Protocol):
     """What the update needs from `accelerate.Accelerator`."""
 
     num_processes: int
@@ -53,23 +50,23 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class UpdateResult:
+class StepResult:
     """What one call left behind, besides the gradients."""
 
     loss: Tensor
     """Scalar; its mean over ranks is the loss of the step."""
-    metrics: MetricSums
+    metrics: MetricAccumulator
     """Of this rank only."""
     totals: StepTotals
     entropy_sum: float
     """Nats, over the tokens that the entropy bonus acts on, this rank only; 0 without a bonus."""
-    scored_tokens: int
+    computed_tokens: int
     """Computed with gradient on this rank: a shared prompt once, padding included."""
     seconds: float = 0.0
 
 
 @dataclass(eq=False, kw_only=True)
-class PolicyUpdate:
+class ForwardBackward:
     """Computes the gradient of one optimizer step on the samples of this rank.
 
     The gradient is the same however the step is cut into micro-batches or dealt to ranks: every loss is a sum over the
@@ -77,10 +74,10 @@ class PolicyUpdate:
     denominators.
     """
 
-    scorer: Scorer
+    logprob_model: LogprobModel
     objective: Objective
-    ranks: Ranks
-    rows_per_batch: int
+    distributed: DistributedContext
+    micro_batch_size: int
     pad_token_id: int
     all_gather: AllGather
     """One object from each rank, in rank order."""
@@ -89,7 +86,7 @@ class PolicyUpdate:
     dtype: torch.dtype = torch.float32
     """Of the numbers beside the token ids; float64 for a float64 model."""
     pad_to_multiple_of: int | None = None
-    row_tokens: int | None = None
+    max_sequence_tokens: int | None = None
     """Of a completion with its prompt at most; see `micro_batches`."""
     token_budget: int | None = None
     """Tokens of a micro-batch at most, padding included, where one completion alone has no more; None: no limit."""
@@ -103,7 +100,7 @@ class PolicyUpdate:
     kl_on_dead_groups: bool = True
     has_entropy_bonus: bool = False
 
-    def __call__(self, model: nn.Module, samples: Sequence[Sample], *, entropy_coef: float = 0.0) -> UpdateResult:
+    def __call__(self, model: nn.Module, samples: Sequence[TrainingSample], *, entropy_coef: float = 0.0) -> StepResult:
         """Leaves the step's gradients in the parameters of `model`, the module that the training step was given."""
         started = time.perf_counter()
         self._prepare(model)
@@ -123,18 +120,18 @@ class PolicyUpdate:
     @contextlib.contextmanager
     def _scoring(self) -> Iterator[None]:
         """Around forwards, and around their backwards where there are any."""
-        decoder, device = self.scorer.decoder, self.ranks.device
+        decoder, device = self.logprob_model.decoder, self.distributed.device
         # Checkpointing computes whole layers again, and what is offloaded waits elsewhere: those decide then.
         recomputing = None if self.checkpointing or self.offload_activations else decoder
         with (
-            self.scorer.attention(),
-            lora_added_in_place(self.scorer.base),
-            memory_given_back_between_layers(decoder, device),
-            cheap_activations_recomputed(recomputing),
+            self.logprob_model.attention(),
+            inplace_lora(self.logprob_model.base),
+            trim_between_layers(decoder, device),
+            recompute_cheap_activations(recomputing),
         ):
             yield
 
-    def _halve_token_budget(self, samples: Sequence[Sample], error: Exception) -> None:
+    def _halve_token_budget(self, samples: Sequence[TrainingSample], error: Exception) -> None:
         """Half of what the largest micro-batch had.
 
         Raises:
@@ -142,7 +139,7 @@ class PolicyUpdate:
         """
         largest = max(self._collate(rows).input_ids.numel() for rows in self._micro_batches(samples))
         longest = max(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
-        if self.ranks.num_processes > 1 or largest <= longest:
+        if self.distributed.num_processes > 1 or largest <= longest:
             raise TrainingError(
                 f"Out of memory with {largest} tokens in a micro-batch, of which the longest completion and its prompt "
                 f"have {longest}. Set micro_batch_tokens={max(longest, largest // 2)}, gradient_checkpointing=True, or "
@@ -157,45 +154,45 @@ class PolicyUpdate:
         if self.on_token_budget is not None:
             self.on_token_budget(self.token_budget)
 
-    def _step(self, model: nn.Module, samples: Sequence[Sample], entropy_coef: float) -> UpdateResult:
-        metrics = MetricSums()
+    def _step(self, model: nn.Module, samples: Sequence[TrainingSample], entropy_coef: float) -> StepResult:
+        metrics = MetricAccumulator()
         threshold, entropy_tokens = self._entropy_threshold(model, samples)
         totals = self._totals(samples, entropy_tokens)
         working = [sample for sample in samples if self._has_gradient(sample)]
         self._count_skipped(metrics, [sample for sample in samples if not self._has_gradient(sample)])
         effective = sum(len(sample.completion_ids) for sample in samples if sample.has_loss and sample.advantage != 0.0)
-        metrics.add_sum("effective_tokens", float(effective), 1.0 / self.ranks.num_processes)
-        passes = list(self._passes(working, _without_loss(samples[0])))
-        loss = torch.zeros((), device=self.ranks.device)
+        metrics.add_sum("effective_tokens", float(effective), 1.0 / self.distributed.num_processes)
+        passes = list(self._synced_micro_batches(working, _without_loss(samples[0])))
+        loss = torch.zeros((), device=self.distributed.device)
         entropy_sum = policy_loss = 0.0
-        scored_tokens = 0
+        computed_tokens = 0
         for index, (rows, _) in enumerate(passes):
             last = index + 1 == len(passes)
-            with contextlib.nullcontext() if last else self.ranks.no_sync(model):
+            with contextlib.nullcontext() if last else self.distributed.no_sync(model):
                 batch = self._collate(rows)
                 scores, output = self._loss(model, batch, totals, threshold, entropy_coef)
                 # Gradients are averaged over ranks; the loss is a sum over them.
-                share = output.loss * self.ranks.num_processes
-                self.ranks.backward(share)
-            give_back_memory(self.ranks.device)
+                share = output.loss * self.distributed.num_processes
+                self.distributed.backward(share)
+            trim_host_memory(self.distributed.device.type)
             loss += share.detach()
             _add_loss_metrics(metrics, output.sums, output.extremes)
             _add_gap(metrics, batch, scores.logprobs.detach())
             metrics.add_sum("padding_share", batch.input_ids.numel() - batch.num_tokens, batch.input_ids.numel())
-            scored_tokens += batch.input_ids.numel()
+            computed_tokens += batch.input_ids.numel()
             if self.has_entropy_bonus:
                 entropy_sum += _entropy_above(scores, batch, threshold)
                 policy_loss += float(output.policy_loss)
         if self.has_entropy_bonus:
-            metrics.add_sum("policy_loss", policy_loss, 1.0 / self.ranks.num_processes)
+            metrics.add_sum("policy_loss", policy_loss, 1.0 / self.distributed.num_processes)
         if not passes:
             _zero_gradients(model)
-        metrics.add_sum("scored_tokens", float(scored_tokens), 1.0 / self.ranks.num_processes)
-        return UpdateResult(loss, metrics, totals, entropy_sum, scored_tokens)
+        metrics.add_sum("computed_tokens", float(computed_tokens), 1.0 / self.distributed.num_processes)
+        return StepResult(loss, metrics, totals, entropy_sum, computed_tokens)
 
-    def score_window(
-        self, model: nn.Module, samples: Sequence[Sample], *, with_old: bool, reference: Reference | None
-    ) -> list[Sample]:
+    def add_fixed_logprobs(
+        self, model: nn.Module, samples: Sequence[TrainingSample], *, with_old: bool, reference: Reference | None
+    ) -> list[TrainingSample]:
         """The samples with the log-probs that stay fixed while their window is trained on.
 
         Rows without loss are not scored. They get the engine's log-probs, or zeros: nothing reads them, but a
@@ -208,7 +205,7 @@ class PolicyUpdate:
         frozen: dict[int, tuple[float, ...]] = {}
         self._prepare(model)
         # Also where dropout is asked for: that is for log-probs with gradient.
-        with dropout_off(model), self._scoring():
+        with disable_dropout(model), self._scoring():
             if with_old:
                 old = self._logprob_rows(model, samples, counted)
             if reference is not None:
@@ -217,8 +214,10 @@ class PolicyUpdate:
         return [
             dataclasses.replace(
                 sample,
-                old_logprobs=old.get(index, _unread(sample)) if with_old else sample.old_logprobs,
-                reference_logprobs=frozen.get(index, _unread(sample)) if reference else sample.reference_logprobs,
+                old_logprobs=old.get(index, _placeholder_logprobs(sample)) if with_old else sample.old_logprobs,
+                reference_logprobs=frozen.get(index, _placeholder_logprobs(sample))
+                if reference
+                else sample.reference_logprobs,
             )
             for index, sample in enumerate(samples)
         ]
@@ -226,25 +225,27 @@ class PolicyUpdate:
     def _prepare(self, model: nn.Module) -> None:
         # In the arithmetic of scoring, or its checks would take rounding for a difference.
         with self.autocast():
-            self.scorer.prepare(model, self.ranks.device)
+            self.logprob_model.prepare(model, self.distributed.device)
 
     @torch.no_grad()
     def _logprob_rows(
-        self, model: nn.Module, samples: Sequence[Sample], counted: Sequence[int]
+        self, model: nn.Module, samples: Sequence[TrainingSample], counted: Sequence[int]
     ) -> dict[int, tuple[float, ...]]:
         """Log-probs of the samples at `counted`."""
         index_of = {id(samples[index]): index for index in counted}
         results: dict[int, tuple[float, ...]] = {}
-        for rows, is_own in self._passes([samples[index] for index in counted], samples[0]):
+        for rows, is_own in self._synced_micro_batches([samples[index] for index in counted], samples[0]):
             batch = self._collate(rows)
             with self.autocast():
-                logprobs = self.scorer.score(model, batch).logprobs.tolist()
+                logprobs = self.logprob_model.logprobs(model, batch).logprobs.tolist()
             if is_own:
                 for sample, values in zip(rows, logprobs, strict=True):
                     results[index_of[id(sample)]] = tuple(values[: len(sample.completion_ids)])
         return results
 
-    def _passes(self, samples: Sequence[Sample], filler: Sample) -> Iterator[tuple[list[Sample], bool]]:
+    def _synced_micro_batches(
+        self, samples: Sequence[TrainingSample], filler: TrainingSample
+    ) -> Iterator[tuple[list[TrainingSample], bool]]:
         """Micro-batches, and whether they are this rank's own: every rank makes the same number of passes, or those
         with more would hang, waiting for the others."""
         batches = list(self._micro_batches(samples))
@@ -259,10 +260,10 @@ class PolicyUpdate:
         totals: StepTotals,
         threshold: Tensor | None,
         entropy_coef: float,
-    ) -> tuple[Scores, LossOutput]:
-        offload = activations_in_host_memory(model) if self.offload_activations else contextlib.nullcontext()
+    ) -> tuple[TokenLogprobs, LossOutput]:
+        offload = offload_activations(model) if self.offload_activations else contextlib.nullcontext()
         with self.autocast(), offload:
-            scores = self.scorer.score(model, batch, with_entropy=True)
+            scores = self.logprob_model.logprobs(model, batch, with_entropy=True)
         output = self.objective(
             LossInputs(
                 policy_logprobs=scores.logprobs,
@@ -273,33 +274,33 @@ class PolicyUpdate:
                 behavior_logprobs=batch.behavior_logprobs,
                 entropy=scores.entropy,
                 entropy_threshold=threshold,
-                kl_rows=None if self.kl_on_dead_groups else batch.live_groups,
+                kl_rows=None if self.kl_on_dead_groups else batch.has_signal,
             ),
             totals,
             entropy_coef=entropy_coef,
         )
         return scores, output
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
         return micro_batches(
             samples,
-            self.rows_per_batch,
-            row_tokens=self.row_tokens,
+            self.micro_batch_size,
+            max_sequence_tokens=self.max_sequence_tokens,
             token_budget=self.token_budget,
-            packed=bool(self.scorer.shares_prompts),
+            packed=bool(self.logprob_model.use_prompt_sharing),
         )
 
-    def _collate(self, rows: Sequence[Sample]) -> MicroBatch:
+    def _collate(self, rows: Sequence[TrainingSample]) -> MicroBatch:
         return collate(
             rows,
-            packed=bool(self.scorer.shares_prompts),
+            packed=bool(self.logprob_model.use_prompt_sharing),
             pad_token_id=self.pad_token_id,
-            device=self.ranks.device,
+            device=self.distributed.device,
             dtype=self.dtype,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
 
-    def _count_skipped(self, metrics: MetricSums, skipped: Sequence[Sample]) -> None:
+    def _count_skipped(self, metrics: MetricAccumulator, skipped: Sequence[TrainingSample]) -> None:
         """Rows that were not computed still count: in the entropy by the engine's value, in the clip shares as not
         clipped, which a row without advantage never is."""
         counted = [sample for sample in skipped if sample.has_loss]
@@ -310,14 +311,14 @@ class PolicyUpdate:
             mask = collate(counted, pad_token_id=self.pad_token_id, device=torch.device("cpu")).loss_mask
             _add_loss_metrics(metrics, *self.objective.clip_metrics_without_advantage(mask))
 
-    def _has_gradient(self, sample: Sample) -> bool:
+    def _has_gradient(self, sample: TrainingSample) -> bool:
         """Whether any term of the loss has a coefficient other than zero on this row."""
         if not sample.has_loss:
             return False
-        has_kl = self.objective.beta != 0.0 and (self.kl_on_dead_groups or sample.group_is_live)
+        has_kl = self.objective.beta != 0.0 and (self.kl_on_dead_groups or sample.group_has_signal)
         return sample.advantage != 0.0 or has_kl or self.has_entropy_bonus
 
-    def _totals(self, samples: Sequence[Sample], entropy_tokens: int | None) -> StepTotals:
+    def _totals(self, samples: Sequence[TrainingSample], entropy_tokens: int | None) -> StepTotals:
         """Denominators of the step over all ranks. Rows without loss are in none of them."""
         counted = [sample for sample in samples if sample.has_loss]
         own = (sum(len(sample.completion_ids) for sample in counted), len(counted))
@@ -325,7 +326,9 @@ class PolicyUpdate:
         return StepTotals(tokens, rows, entropy_tokens=tokens if entropy_tokens is None else entropy_tokens)
 
     @torch.no_grad()
-    def _entropy_threshold(self, model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor | None, int | None]:
+    def _entropy_threshold(
+        self, model: nn.Module, samples: Sequence[TrainingSample]
+    ) -> tuple[Tensor | None, int | None]:
         """The entropy that the top share of the step's tokens reaches, and how many reach it, over all ranks.
 
         Needs a pass of its own: no threshold of one micro-batch would be that of the step.
@@ -333,19 +336,19 @@ class PolicyUpdate:
         if self.top_entropy_quantile >= 1.0:
             return None, None
         values = [torch.zeros(0, dtype=self.dtype)]
-        for rows, is_own in self._passes([sample for sample in samples if sample.has_loss], samples[0]):
+        for rows, is_own in self._synced_micro_batches([sample for sample in samples if sample.has_loss], samples[0]):
             batch = self._collate(rows)
             with self.autocast():
-                entropy = self.scorer.score(model, batch, with_entropy=True).entropy
+                entropy = self.logprob_model.logprobs(model, batch, with_entropy=True).entropy
             assert entropy is not None
             if is_own:
                 values.append(entropy[batch.loss_mask].cpu())
         everywhere = torch.cat(self.all_gather(torch.cat(values)))
         threshold = entropy_threshold(everywhere, self.top_entropy_quantile) - ENTROPY_ROUNDING
-        return threshold.to(self.ranks.device), int((everywhere >= threshold).sum())
+        return threshold.to(self.distributed.device), int((everywhere >= threshold).sum())
 
 
-def _entropy_above(scores: Scores, batch: MicroBatch, threshold: Tensor | None) -> float:
+def _entropy_above(scores: TokenLogprobs, batch: MicroBatch, threshold: Tensor | None) -> float:
     """Sum of the entropies, in nats, of the tokens that the entropy bonus acts on."""
     assert scores.entropy is not None
     entropy = scores.entropy.detach()
@@ -354,7 +357,7 @@ def _entropy_above(scores: Scores, batch: MicroBatch, threshold: Tensor | None) 
 
 
 def _add_loss_metrics(
-    metrics: MetricSums, sums: Mapping[str, tuple[Tensor, Tensor]], extremes: Mapping[str, Tensor]
+    metrics: MetricAccumulator, sums: Mapping[str, tuple[Tensor, Tensor]], extremes: Mapping[str, Tensor]
 ) -> None:
     for name, (numerator, denominator) in sums.items():
         metrics.add_sum(name, float(numerator), float(denominator))
@@ -364,7 +367,7 @@ def _add_loss_metrics(
             (metrics.add_max if name.endswith("max") else metrics.add_min)(name, number)
 
 
-def _add_gap(metrics: MetricSums, batch: MicroBatch, logprobs: Tensor) -> None:
+def _add_gap(metrics: MetricAccumulator, batch: MicroBatch, logprobs: Tensor) -> None:
     """How far the engine's log-probs are from ours, on the policy that sampled; only there are both known."""
     if batch.behavior_logprobs is None:
         return
@@ -373,11 +376,11 @@ def _add_gap(metrics: MetricSums, batch: MicroBatch, logprobs: Tensor) -> None:
     metrics.add_sum("sampling/logprob_gap", float(gap.sum()), float(gap.numel()))
 
 
-def _unread(sample: Sample) -> tuple[float, ...]:
+def _placeholder_logprobs(sample: TrainingSample) -> tuple[float, ...]:
     return sample.behavior_logprobs or (0.0,) * len(sample.completion_ids)
 
 
-def _without_loss(sample: Sample) -> Sample:
+def _without_loss(sample: TrainingSample) -> TrainingSample:
     return dataclasses.replace(sample, has_loss=False)
 
 

@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grupo.models.load import base_model, vocabulary_size
+from grupo.models.inspect import base_model, vocabulary_size
 from grupo.models.quantization import arithmetic_dtype
-from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD, hidden_windows, packed_attention, why_not_packed
+from grupo.models.shared_prompt_attention import (
+    LAYOUT_KEYWORD,
+    missing_window_reason,
+    packed_attention,
+    packing_unsupported_reason,
+)
 from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.types import MicroBatch, Sample
+from grupo.types import MicroBatch, TrainingSample
 
 logger = logging.getLogger("grupo")
 
@@ -31,14 +36,14 @@ SHARING_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
-class Scores:
+class TokenLogprobs:
     """(B, T) log-probs in nats and, when asked for, entropies in nats; exactly 0 outside the completion mask."""
 
     logprobs: Tensor
     entropy: Tensor | None
 
 
-class Scorer:
+class LogprobModel:
     """Scores completion positions only, from hidden states where the model's head is a plain projection.
 
     Hidden states are read by a hook from inside the forward of the given module: calling the decoder around its
@@ -48,7 +53,7 @@ class Scorer:
         model: the unwrapped model, with or without adapter.
         temperature: of sampling; divides the logits here as well.
         head_in_float32: compute the head's projection in float32.
-        share_prompts: let the completions of a prompt share it, where the model can.
+        use_prompt_sharing: let the completions of a prompt share it, where the model can.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class Scorer:
         *,
         temperature: float = 1.0,
         head_in_float32: bool = False,
-        share_prompts: bool = True,
+        use_prompt_sharing: bool = True,
     ) -> None:
         self.temperature = temperature
         self.head_in_float32 = head_in_float32
@@ -65,23 +70,23 @@ class Scorer:
         self.decoder = _decoder(self.base)
         self.head = self.base.get_output_embeddings() if hasattr(self.base, "get_output_embeddings") else None
         self.reads_hidden_states: bool | None = None
-        self.shares_prompts: bool | None = None if share_prompts else False
+        self.use_prompt_sharing: bool | None = None if use_prompt_sharing else False
 
     def prepare(self, module: nn.Module, device: torch.device) -> None:
         """Finds out, once, by comparing numbers, whether the fast paths are right for this model.
 
-        Sets `reads_hidden_states` and `shares_prompts`; says once what is not used and why.
+        Sets `reads_hidden_states` and `use_prompt_sharing`; says once what is not used and why.
         """
         if self.reads_hidden_states is None:
             self.reads_hidden_states = self._check_head(module, device)
-        if self.shares_prompts is None:
-            self.shares_prompts = self._check_sharing(module, device)
+        if self.use_prompt_sharing is None:
+            self.use_prompt_sharing = self._check_sharing(module, device)
 
     def attention(self) -> AbstractContextManager[None]:
         """To be kept open from the first forward of packed rows to the end of the last backward."""
-        return packed_attention(self.base) if self.shares_prompts else contextlib.nullcontext()
+        return packed_attention(self.base) if self.use_prompt_sharing else contextlib.nullcontext()
 
-    def score(self, module: nn.Module, batch: MicroBatch, *, with_entropy: bool = False) -> Scores:
+    def logprobs(self, module: nn.Module, batch: MicroBatch, *, with_entropy: bool = False) -> TokenLogprobs:
         """Scores `batch` with `module`, which may be the model or its distributed wrapper.
 
         A packed batch must be scored inside of `attention()`.
@@ -98,7 +103,7 @@ class Scorer:
             logprobs, entropy = chunked_logprobs(
                 # A prompt's last token predicts the first one of all its completions; of the ways to pick rows, this
                 # one adds up their gradients in a fixed order.
-                nn.functional.embedding(batch.predictors, hidden.flatten(0, 1)),
+                nn.functional.embedding(batch.logit_indices, hidden.flatten(0, 1)),
                 self._linear_head().weight,
                 targets,
                 bias=self._linear_head().bias,
@@ -109,9 +114,12 @@ class Scorer:
         else:
             logits = module(**inputs, use_cache=False).logits
             logprobs, entropy = logprobs_from_logits(
-                logits.flatten(0, 1)[batch.predictors], targets, temperature=self.temperature, with_entropy=with_entropy
+                logits.flatten(0, 1)[batch.logit_indices],
+                targets,
+                temperature=self.temperature,
+                with_entropy=with_entropy,
             )
-        return Scores(
+        return TokenLogprobs(
             logprobs=_scatter(logprobs, rows, columns, batch.completion_mask.shape),
             entropy=None if entropy is None else _scatter(entropy, rows, columns, batch.completion_mask.shape),
         )
@@ -143,7 +151,7 @@ class Scorer:
 
         The comparison is of numbers, as a model may accept the layout and ignore it (linear attention does).
         """
-        reason = why_not_packed(self.base) or self._sharing_differs(module, device)
+        reason = packing_unsupported_reason(self.base) or self._sharing_differs(module, device)
         if reason is None:
             return True
         logger.info("Prompts are computed once per completion, not once per group: %s.", reason)
@@ -157,11 +165,11 @@ class Scorer:
         ids = [(7 * place + 3) % size for place in range(19)]
         samples = [_check_sample(ids[:7], ids[7:12]), _check_sample(ids[:7], ids[12:15])]
         packed = collate(samples, pad_token_id=0, device=device, packed=True)
-        with dropout_off(self.base):
-            expected = self.score(module, collate(samples, pad_token_id=0, device=device)).logprobs
+        with disable_dropout(self.base):
+            expected = self.logprobs(module, collate(samples, pad_token_id=0, device=device)).logprobs
             try:
                 with packed_attention(self.base):
-                    found = self.score(module, packed).logprobs
+                    found = self.logprobs(module, packed).logprobs
             # What a model's own code does with a keyword and positions that it does not know.
             except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
                 return f"this model does not take packed rows ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -170,7 +178,7 @@ class Scorer:
         if not difference <= tolerance:
             return f"with packed rows log-probs of this model are off by {difference:.1e} nats"
         assert packed.layout is not None
-        return hidden_windows(self.base, packed.layout)
+        return missing_window_reason(self.base, packed.layout)
 
     def _check_head(self, module: nn.Module, device: torch.device) -> bool:
         """Whether hidden states times the head's weight are the model's logits; told once where they are not."""
@@ -190,7 +198,7 @@ class Scorer:
         head = self._linear_head()
         ids = torch.arange(1, 9, device=device).remainder(head.weight.shape[0]).unsqueeze(0)
         # With dropout the check would take random numbers, and a resumed run makes it later than the first one did.
-        with dropout_off(self.base):
+        with disable_dropout(self.base):
             hidden, output = self._hidden_states(module, {"input_ids": ids})
         expected = output.logits[:, -1].float()
         projected = nn.functional.linear(hidden[:, -1], head.weight.to(hidden.dtype), head.bias).float()
@@ -199,7 +207,7 @@ class Scorer:
 
 
 @contextlib.contextmanager
-def dropout_off(model: nn.Module, enabled: bool = True) -> Iterator[None]:
+def disable_dropout(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """No dropout, while `model.training` stays True: `eval()` would switch gradient checkpointing off as well.
 
     All three kinds are covered: `nn.Dropout` modules, rates kept as numbers in modules, such as Llama's
@@ -230,8 +238,8 @@ def _names_dropout(name: str) -> bool:
     return "dropout" in name or name.endswith(("layerdrop", "pdrop", "_drop"))
 
 
-def _check_sample(prompt_ids: list[int], completion_ids: list[int]) -> Sample:
-    return Sample(tuple(prompt_ids), tuple(completion_ids), 0.0, True, True, None)
+def _check_sample(prompt_ids: list[int], completion_ids: list[int]) -> TrainingSample:
+    return TrainingSample(tuple(prompt_ids), tuple(completion_ids), 0.0, True, True, None)
 
 
 def _decoder(base: Any) -> nn.Module | None:

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from grupo.errors import ConfigError
-from grupo.models.peft_io import why_base_is_lost
+from grupo.models.peft_io import base_unavailable_reason
 
 
 class Reference(Protocol):
     """What scores as the reference."""
 
-    says: str
+    description: str
     """What it is, for people."""
 
     def active(self) -> AbstractContextManager[None]:
@@ -41,7 +41,9 @@ class ReferencePolicy:
 
     def __init__(self, model: nn.Module) -> None:
         has_adapter = bool(getattr(model, "peft_config", None))
-        self.says = "the model with its adapter as it is at the start" if has_adapter else "the model at the start"
+        self.description = (
+            "the model with its adapter as it is at the start" if has_adapter else "the model at the start"
+        )
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._snapshot = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
@@ -54,7 +56,7 @@ class ReferencePolicy:
             self._swap()
 
     @torch.no_grad()
-    def mix_in_policy(self, alpha: float) -> None:
+    def soft_update(self, alpha: float) -> None:
         """reference <- alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv:2404.09656)."""
         for name, parameter in self._parameters.items():
             self._snapshot[name].lerp_(parameter.detach(), alpha)
@@ -71,7 +73,7 @@ class ReferencePolicy:
             self._snapshot[name], parameter.data = parameter.data, self._snapshot[name]
 
 
-class BaseModel:
+class AdapterDisabledReference:
     """The base model below the adapter, which is switched off for as long: no copy of anything.
 
     Args:
@@ -81,10 +83,10 @@ class BaseModel:
         ConfigError: without its adapter the model is not the base model.
     """
 
-    says = "the base model, without the adapter"
+    description = "the base model, without the adapter"
 
     def __init__(self, model: Any) -> None:
-        problem = why_base_is_lost(model)
+        problem = base_unavailable_reason(model)
         if problem:
             raise ConfigError(
                 f"reference_policy='base' is the model with its adapter switched off, but {problem}. Set it to 'start'."
@@ -109,6 +111,6 @@ class BaseModel:
                 parameter.requires_grad_(wanted)
 
 
-def reference_policy(model: Any, which: str) -> ReferencePolicy | BaseModel:
+def reference_policy(model: Any, which: str) -> ReferencePolicy | AdapterDisabledReference:
     """The reference by its name: "start" or "base"."""
-    return BaseModel(model) if which == "base" else ReferencePolicy(model)
+    return AdapterDisabledReference(model) if which == "base" else ReferencePolicy(model)

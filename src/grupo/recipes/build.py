@@ -13,13 +13,13 @@ from transformers.utils.logging import set_verbosity_error
 from grupo.config import GRPOConfig
 from grupo.errors import ConfigError
 from grupo.models.default_model import default_model_path
-from grupo.models.load import device_dtype, dtype_named
+from grupo.models.load import device_dtype, parse_dtype
 from grupo.models.peft_io import find_adapter
 from grupo.models.peft_setup import lora_config
 from grupo.models.quantization import quantization_config
 from grupo.recipes.schema import Recipe
-from grupo.runs.folder import fresh_folder
-from grupo.runs.latest import newest_model
+from grupo.runs.latest import resolve_latest
+from grupo.utils.files import unused_folder
 
 
 def start_model(recipe: Recipe) -> str:
@@ -30,7 +30,7 @@ def start_model(recipe: Recipe) -> str:
 def with_start(recipe: Recipe) -> Recipe:
     """The recipe with the newest model of a run where that is what it names, and with `lora: null` where its model is a
     saved adapter and it asks for no fresh one."""
-    recipe = recipe.model_copy(update={"model": newest_model(recipe.model)})
+    recipe = recipe.model_copy(update={"model": resolve_latest(recipe.model)})
     if "lora" in recipe.model_fields_set or not _names_adapter(recipe):
         return recipe
     return recipe.model_copy(update={"lora": None})
@@ -39,7 +39,7 @@ def with_start(recipe: Recipe) -> Recipe:
 def default_folder(recipe: Recipe, ending: str = "") -> str:
     """Of a run that names none: after its data, with the next free number."""
     name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
-    return str(fresh_folder(Path("runs"), name + ending))
+    return str(unused_folder(Path("runs"), name + ending))
 
 
 def as_one_run(recipe: Recipe, config: GRPOConfig, console: Console) -> tuple[Recipe, Console]:
@@ -75,7 +75,7 @@ def quantization(recipe: Recipe) -> Any:
     """
     if recipe.quantization is None:
         return None
-    dtype = device_dtype() if recipe.dtype is None else dtype_named(recipe.dtype)
+    dtype = device_dtype() if recipe.dtype is None else parse_dtype(recipe.dtype)
     return quantization_config(recipe.quantization, dtype, asked=f"quantization: {recipe.quantization}")
 
 

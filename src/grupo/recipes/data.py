@@ -12,8 +12,8 @@ from grupo.errors import DataError
 from grupo.rewards.answers.ground_truth import final_answer
 from grupo.rewards.registry import make_reward
 from grupo.tasks.registry import make_task, task_rewards
-from grupo.utils.hub import is_out_of_reach
-from grupo.utils.messages import counted
+from grupo.utils.hub import is_unreachable
+from grupo.utils.messages import pluralize
 
 if TYPE_CHECKING:
     from grupo.recipes.schema import DatasetSpec, Recipe
@@ -35,7 +35,8 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
     rows = dataset_rows(spec)
     if spec.held_out >= len(rows):
         raise DataError(
-            f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has {counted(len(rows), 'row')}."
+            f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has "
+            f"{pluralize(len(rows), 'row')}."
         )
     held_out = sorted(random.Random(f"held out, seed {seed}").sample(range(len(rows)), spec.held_out))
     kept = sorted(set(range(len(rows))).difference(held_out))
@@ -84,7 +85,7 @@ def _load(spec: DatasetSpec) -> Any:
             f"dataset.name={spec.name!r} has no effect: {spec.path} is local, and only datasets on the Hub have "
             "configurations. Leave dataset.name out."
         )
-    if is_out_of_reach(spec.path) and not _is_cached(spec.path):
+    if is_unreachable(spec.path) and not _is_cached(spec.path):
         raise DataError(
             f"dataset.path={spec.path!r} is no file or folder here, and the Hub cannot be reached. Connect to the "
             "network, or give the path of a local file."

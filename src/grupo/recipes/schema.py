@@ -24,7 +24,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from grupo.errors import ConfigError
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 
 class _Part(BaseModel):
@@ -177,7 +177,7 @@ def built_in_text(name: str) -> str:
     """
     if name not in built_in_recipes():
         raise ConfigError(
-            f"There is no built-in recipe {name!r}.{nearest(name, built_in_recipes())} Built-in recipes: "
+            f"There is no built-in recipe {name!r}.{did_you_mean(name, built_in_recipes())} Built-in recipes: "
             f"{', '.join(built_in_recipes())}."
         )
     return importlib.resources.files("grupo").joinpath("recipes", f"{name}.yaml").read_text(encoding="utf-8")
@@ -198,7 +198,7 @@ def _read(source: str | None) -> dict[str, Any]:
     else:
         raise ConfigError(
             f"There is no recipe file {name!r}, and no built-in recipe of that name."
-            f"{nearest(name, built_in_recipes())} Built-in recipes: {', '.join(built_in_recipes())}."
+            f"{did_you_mean(name, built_in_recipes())} Built-in recipes: {', '.join(built_in_recipes())}."
         )
     try:
         values = yaml.load(text, Loader=_Loader)
@@ -282,7 +282,7 @@ def _explain(error: ValidationError) -> str:
 
 def _hint(location: tuple[int | str, ...], known: Mapping[str, Any]) -> str:
     """What the setting was meant to be, or where it belongs."""
-    similar = nearest(str(location[-1]), known)
+    similar = did_you_mean(str(location[-1]), known)
     if similar:
         return similar
     if location[0] == "rewards":

@@ -16,7 +16,15 @@ from grupo.rewards.checker.report import FAULTS, Fault, RewardReport
 from grupo.rewards.code.reward import code_reward, extract_code
 from grupo.rewards.code.static_checks import no_cheating
 from grupo.rewards.execution.results import RewardFailure, RewardTable
-from grupo.rewards.execution.runner import RewardRunner, check_column_names, reward_name, run_alone, run_beside_scoring
+from grupo.rewards.execution.runner import (
+    RewardRunner,
+    check_column_names,
+    exclusive,
+    overlap_with_logprobs,
+    reward_name,
+    run_alone,
+    run_beside_scoring,
+)
 from grupo.rewards.judge.reward import llm_judge
 from grupo.rewards.library.format import tag_count, tag_format, think_format_reward
 from grupo.rewards.library.gsm8k import (
@@ -79,6 +87,7 @@ __all__ = [
     "countdown",
     "disagreement",
     "email_rubric",
+    "exclusive",
     "extract_answer",
     "extract_boxed",
     "extract_code",
@@ -101,6 +110,7 @@ __all__ = [
     "number_match",
     "number_present",
     "number_score",
+    "overlap_with_logprobs",
     "proximity",
     "readability",
     "reasoning_accuracy_reward",

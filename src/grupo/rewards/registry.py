@@ -38,7 +38,7 @@ from grupo.rewards.library.reward_model import reward_model
 from grupo.rewards.library.rubric import email_rubric, rubric
 from grupo.rewards.verifiers.math import boxed_accuracy, math_accuracy, number_match
 from grupo.rewards.verifiers.puzzles import countdown, number_list, reasoning_gym
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
     {
@@ -92,7 +92,7 @@ def make_reward(name: str, /, **arguments: Any) -> Callable[..., Any]:
         return functools.partial(function, **arguments) if arguments else function
     if name not in REWARDS:
         raise ConfigError(
-            f"There is no reward named '{name}'.{nearest(name, REWARDS)} Known rewards: {', '.join(REWARDS)}. "
+            f"There is no reward named '{name}'.{did_you_mean(name, REWARDS)} Known rewards: {', '.join(REWARDS)}. "
             "An own function is named `file.py:function`."
         )
     factory = REWARDS[name]
@@ -177,8 +177,8 @@ def _own_function(name: str) -> Callable[..., Any]:
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(
-            f"Reward '{name}': '{source}' has no function '{attribute}'.{nearest(attribute, public)} Its functions are "
-            f"{', '.join(public) or 'none'}."
+            f"Reward '{name}': '{source}' has no function '{attribute}'.{did_you_mean(attribute, public)} Its "
+            f"functions are {', '.join(public) or 'none'}."
         )
     return cast("Callable[..., Any]", function)
 

@@ -21,7 +21,7 @@ class GenerationRequest:
 
     prompt: Prompt
     seeds: tuple[int, ...]
-    places: tuple[int, ...] | None = None
+    group_indices: tuple[int, ...] | None = None
     """Place of each completion in its group, of which this request may be a part; None: 0, 1, 2 and so on."""
 
 
@@ -33,7 +33,7 @@ class Engine(Protocol):
         ...
 
 
-def completion_seed(run_seed: int, purpose: str, prompt_id: int, completion_index: int) -> int:
+def completion_seed(run_seed: int, seed_scope: str, prompt_id: int, completion_index: int) -> int:
     """Seed of one completion: 63 bits that depend on the run's seed, the draw and the place in the group only."""
-    key = f"{run_seed}/{purpose}/{prompt_id}/{completion_index}".encode()
+    key = f"{run_seed}/{seed_scope}/{prompt_id}/{completion_index}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1

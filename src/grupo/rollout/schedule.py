@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def deal(
+def schedule_completions(
     *, window_size: int, rollout_size: int, passes: int, step_size: int, world_size: int, rank: int
 ) -> list[list[int]]:
     """Completion numbers of `rank`, one list per optimizer step of the window, all passes included.
@@ -24,6 +24,6 @@ def deal(
     ]
 
 
-def even_share(count: int, world_size: int, rank: int) -> list[int]:
+def rank_slice(count: int, world_size: int, rank: int) -> list[int]:
     """The contiguous share of range(count) of one rank; shares differ by one at most."""
     return list(range(count * rank // world_size, count * (rank + 1) // world_size))

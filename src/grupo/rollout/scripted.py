@@ -8,7 +8,7 @@ from grupo.errors import DataError
 from grupo.rollout.engine import GenerationRequest
 from grupo.sampling import SamplingSpec
 from grupo.types import Completion, FinishReason, Prompt
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 Script = Callable[[Prompt, int], Sequence[int]]
 
@@ -41,7 +41,10 @@ class ScriptedEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         return [
-            [self._replay(request.prompt, place, sampling) for place in request.places or range(len(request.seeds))]
+            [
+                self._replay(request.prompt, place, sampling)
+                for place in request.group_indices or range(len(request.seeds))
+            ]
             for request in requests
         ]
 
@@ -71,7 +74,7 @@ def _in_order(completions: Sequence[Sequence[int]]) -> Script:
             return next(remaining)
         except StopIteration:
             raise DataError(
-                f"The script has {counted(len(completions), 'completion')}, all used up. Give one for every "
+                f"The script has {pluralize(len(completions), 'completion')}, all used up. Give one for every "
                 "completion of the run, evaluations included, or a function of the prompt and the place in its group."
             ) from None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from grupo._version import __version__
 from grupo.runs.plots import REWARD_CURVE, metrics_table, training_log
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 TAGS = ("grpo", "grupo")
 
@@ -84,7 +84,7 @@ def card_from_files(folder: Path, run: Path, *, base_model: str | None, is_adapt
         # Its own name for the base model is the better one: not the place where it was cached.
         named = re.search(r"^base_model: (.+)$", of_run, flags=re.MULTILINE)
         base_model = named.group(1) if named else base_model
-    steps = f"trained for {counted(log[-1]['step'], 'step')} of GRPO with grupo" if log else "trained with grupo"
+    steps = f"trained for {pluralize(log[-1]['step'], 'step')} of GRPO with grupo" if log else "trained with grupo"
     return model_card(
         title=folder.resolve().name,
         folder=folder.resolve().name,

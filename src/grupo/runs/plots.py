@@ -9,7 +9,7 @@ from typing import Any
 REWARD_CURVE = "reward.svg"
 SHOWN = {
     "reward": ("reward", "{:.3f}"),
-    "live_group_share": ("live groups", "{:.0%}"),
+    "frac_reward_zero_std": ("zero-variance groups", "{:.0%}"),
     "completions/mean_length": ("tokens", "{:.1f}"),
     "completions/clipped_ratio": ("truncated", "{:.0%}"),
     "entropy": ("entropy", "{:.3f}"),
@@ -41,7 +41,7 @@ def _cell(line: dict[str, Any], name: str) -> str:
     return SHOWN[name][1].format(value) if isinstance(value, int | float) else ""
 
 
-def reward_drawing(log: list[dict[str, Any]]) -> str | None:
+def reward_svg(log: list[dict[str, Any]]) -> str | None:
     """SVG of the mean reward over steps, as points and their running mean; None for fewer than two points."""
     if len(log) < 2:
         return None

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from grupo.models.peft_io import weight_sums
-from grupo.utils.messages import counted
+from grupo.models.peft_io import parameter_checksums
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -28,15 +28,17 @@ class WarnIfWeightsUnchanged(TrainerCallback):
     """Says so where training has left every weight as it was: the saved model would be the one that was loaded."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._start, self._first_step = weight_sums(model), state.global_step
+        self._start, self._first_step = parameter_checksums(model), state.global_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         steps = state.global_step - self._first_step
-        if steps and weight_sums(model) == self._start:
-            reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
+        if steps and parameter_checksums(model) == self._start:
+            reason = (
+                "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see frac_reward_zero_std)"
+            )
             logger.warning(
                 "%s changed none of the %s: %s. The saved model is the one that training began with.",
-                counted(steps, "optimizer step"),
-                counted(len(self._start), "trainable parameter"),
+                pluralize(steps, "optimizer step"),
+                pluralize(len(self._start), "trainable parameter"),
                 reason,
             )

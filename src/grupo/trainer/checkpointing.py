@@ -18,16 +18,17 @@ from transformers import TrainerCallback
 from grupo.errors import ConfigError
 from grupo.metrics import AllGather
 from grupo.runs.checkpoint import (
-    damage,
+    checkpoint_problems,
+    checkpoint_steps,
     delete_old_checkpoints,
-    numbers_of_checkpoints,
-    put_finished_in_place,
     read_marker,
+    recover_finished,
     write_checkpoint,
 )
-from grupo.runs.folder import CUT, RunFolder, manifest, model_hash
-from grupo.runs.resume_check import check_same_run
-from grupo.utils.messages import counted
+from grupo.runs.folder import DISCARDED, RunFolder
+from grupo.runs.manifest import manifest, model_hash
+from grupo.runs.resume_check import check_resume_compatible
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -81,7 +82,7 @@ class Checkpointer:
         self._last = self._checked = None
 
     def end(self, *, stopped: bool, state: Any) -> None:
-        """Deletes what `save_total_limit=1` deletes at the end, and says where a stopped run can be resumed."""
+        """Deletes what `save_total_limit=1` deletes at the end, and logs where a stopped run can be resumed."""
         best = self._best_to_keep(state)
         # A stopped run is resumed from its newest checkpoint, which is therefore kept.
         if self.config.save_total_limit == 1 and best and self.should_save and not stopped:
@@ -136,7 +137,7 @@ class Checkpointer:
             "can_be_resumed": not self.config.save_only_model,
             "settings": self.run.resume_fingerprint(),
         }
-        problem = write_checkpoint(target, write, about=about, seals=self.should_save, all_gather=self.all_gather)
+        problem = write_checkpoint(target, write, about=about, is_writer=self.should_save, all_gather=self.all_gather)
         if problem is not None:
             state.best_model_checkpoint = best
             logger.error(
@@ -196,7 +197,7 @@ class Checkpointer:
         marker = read_marker(folder)
         assert marker is not None
         self._check_marker(folder, marker)
-        check_same_run(folder, marker["settings"], self.run.resume_fingerprint(), accept_changes)
+        check_resume_compatible(folder, marker["settings"], self.run.resume_fingerprint(), accept_changes)
         self._checked = str(folder)
         return self._checked
 
@@ -204,15 +205,15 @@ class Checkpointer:
         """Whether the run has reached its first checkpoint, for all processes."""
         run = self.run_folder.path
         if self.should_save:
-            put_finished_in_place(run)
-        return any(self.all_gather(bool(numbers_of_checkpoints(run))))
+            recover_finished(run)
+        return any(self.all_gather(bool(checkpoint_steps(run))))
 
     def restore(self, checkpoint: Path, trainer_state: Any) -> dict[str, Any]:
         """The state of this process in a checkpoint; cuts the run's files back to where they were when it was made."""
         trainer_state.best_model_checkpoint = self._best_checkpoint(checkpoint.parent, trainer_state)
         state: dict[str, Any] = torch.load(checkpoint / self._state_file(), map_location="cpu", weights_only=True)
         if self._is_own(checkpoint):
-            self.run_folder.cut_back(trainer_state.global_step, state["positions"], logged_step=state["logged_step"])
+            self.run_folder.truncate_to(trainer_state.global_step, state["positions"], logged_step=state["logged_step"])
         self._last = checkpoint
         return state
 
@@ -227,8 +228,8 @@ class Checkpointer:
             raise ConfigError(f"The checkpoint {folder} holds only weights: it was made with save_only_model=True.")
         if marker["world_size"] != self.config.world_size:
             raise ConfigError(
-                f"The checkpoint {folder} was written by {counted(marker['world_size'], 'process')}, and this run has "
-                f"{self.config.world_size}: each process continues with its own completions. Start it with "
+                f"The checkpoint {folder} was written by {pluralize(marker['world_size'], 'process')}, and this run "
+                f"has {self.config.world_size}: each process continues with its own completions. Start it with "
                 f"{marker['world_size']}."
             )
 
@@ -241,7 +242,7 @@ class Checkpointer:
                 "are made with save_strategy='steps', and can be resumed from unless save_only_model=True."
             )
         damaged: list[str] = []
-        for number in sorted({n for numbers in self.all_gather(numbers_of_checkpoints(run)) for n in numbers})[::-1]:
+        for number in sorted({n for numbers in self.all_gather(checkpoint_steps(run)) for n in numbers})[::-1]:
             folder = run / f"checkpoint-{number}"
             problems = self._problems(folder)
             if not problems:
@@ -255,7 +256,7 @@ class Checkpointer:
         )
 
     def _check_not_discarded(self, folder: Path) -> None:
-        discarded = self.run_folder.path / CUT
+        discarded = self.run_folder.path / DISCARDED
         if discarded.resolve() in folder.resolve().parents:
             raise ConfigError(
                 f"The checkpoint {folder} is among what was cut from the run in {self.run_folder.path}, and would be "
@@ -274,7 +275,7 @@ class Checkpointer:
 
     def _problems(self, folder: Path) -> list[str]:
         """What is wrong with a checkpoint; one process of each machine reads it."""
-        found = self.all_gather(damage(folder) if self.should_save else [])
+        found = self.all_gather(checkpoint_problems(folder) if self.should_save else [])
         return list(dict.fromkeys(text for texts in found for text in texts))
 
     def _is_own(self, checkpoint: Path) -> bool:

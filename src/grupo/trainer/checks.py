@@ -13,8 +13,8 @@ from grupo.config import GRPOConfig
 from grupo.config.optimizer import check_optimizer_arguments
 from grupo.errors import ConfigError, RewardError, UnsupportedError
 from grupo.models.peft_io import SavedAdapter
-from grupo.runs.folder import read_json
-from grupo.utils.messages import counted, nearest
+from grupo.utils.files import read_json
+from grupo.utils.messages import did_you_mean, pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -56,8 +56,8 @@ def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
     if missing:
         raise ConfigError(
             f"The optimizer in `optimizers` lacks {missing} of the model's "
-            f"{counted(len(trainable), 'trainable parameter')}, which would never move. Make it from the model that is "
-            "trained, after its adapter was added; freeze what is not to be trained with requires_grad_(False)."
+            f"{pluralize(len(trainable), 'trainable parameter')}, which would never move. Make it from the model that "
+            "is trained, after its adapter was added; freeze what is not to be trained with requires_grad_(False)."
         )
 
 
@@ -112,7 +112,7 @@ def check_watched_metric(watched: str | None, metrics: Mapping[str, float], rewa
             "the reward functions abstained on all of them. Evaluation needs prompts that a reward applies to."
         )
     raise ConfigError(
-        f"metric_for_best_model={watched!r} is no metric of an evaluation.{nearest(name, metrics)} It has "
+        f"metric_for_best_model={watched!r} is no metric of an evaluation.{did_you_mean(name, metrics)} It has "
         f"{', '.join(sorted(metrics))}."
     )
 

@@ -18,17 +18,15 @@ from grupo.data.prompts import (
     TokenizedRow,
 )
 from grupo.metrics import AllGather
-from grupo.models.load import (
-    base_model,
-)
+from grupo.models.inspect import base_model
 from grupo.models.memory import default_token_budget
-from grupo.policy.forward_backward import PolicyUpdate
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.forward_backward import ForwardBackward
+from grupo.policy.logprob_model import LogprobModel
 from grupo.policy.reference import Reference, reference_policy
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rollout.collector import RolloutCollector, RolloutResult
 from grupo.rollout.engine import Engine
-from grupo.rollout.groups import AdvantageSettings, Refill
+from grupo.rollout.groups import AdvantageSettings, DynamicSampling
 from grupo.rollout.local.engine import LocalEngine
 from grupo.runs.completions_table import CompletionTable
 from grupo.runs.folder import RunFolder
@@ -43,7 +41,7 @@ class Components:
 
     engine: Engine
     collector: RolloutCollector
-    forward_backward: PolicyUpdate
+    forward_backward: ForwardBackward
     window: RolloutWindow
     entropy_controller: EntropyController | None
     completion_table: CompletionTable
@@ -78,7 +76,7 @@ def build(
         prompt_text=policy.prompt_tokenizer.text,
         all_gather=all_gather,
         run_seed=config.seed,
-        tells=run_folder.rank == 0,
+        is_main_rank=run_folder.rank == 0,
     )
     controller = entropy_controller(config)
     forward_backward = _forward_backward(
@@ -98,7 +96,7 @@ def build(
         forward_backward=forward_backward,
         sampling=config.sampling_spec(),
         advantages=advantage_settings(config),
-        dynamic_sampling=refill(config, stream),
+        dynamic_sampling=make_dynamic_sampling(config, stream),
         reference=kl_reference(config, policy.model),
         log=log,
         on_rollout=on_rollout,
@@ -131,25 +129,25 @@ def _forward_backward(
     accelerator: Any,
     all_gather: AllGather,
     on_token_budget: Callable[[int], None],
-) -> PolicyUpdate:
+) -> ForwardBackward:
     checkpointing = bool(args.gradient_checkpointing)
     budget = config.micro_batch_tokens
     if budget is None:
         budget = default_token_budget(base_model(policy.model), accelerator.device, checkpointing=checkpointing)
     longest_prompt = max((len(row.token_ids) for row in data.train_rows), default=0)
     dtypes = {parameter.dtype for parameter in policy.model.parameters()}
-    return PolicyUpdate(
-        scorer=Scorer(
+    return ForwardBackward(
+        logprob_model=LogprobModel(
             policy.model,
             temperature=config.training_temperature,
             head_in_float32=config.cast_lm_head_to_fp32,
         ),
         objective=objective(config),
-        ranks=accelerator,
-        rows_per_batch=data.plan.micro_batch_size,
+        distributed=accelerator,
+        micro_batch_size=data.plan.micro_batch_size,
         pad_token_id=policy.pad_token_id(),
         pad_to_multiple_of=config.resolved_pad_to_multiple_of,
-        row_tokens=config.micro_batch_tokens or longest_prompt + config.sampling_spec().max_new_tokens,
+        max_sequence_tokens=config.micro_batch_tokens or longest_prompt + config.sampling_spec().max_new_tokens,
         token_budget=budget,
         on_token_budget=on_token_budget,
         checkpointing=checkpointing,
@@ -198,12 +196,12 @@ def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPl
     return AdaptiveStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
 
 
-def refill(config: GRPOConfig, stream: PromptStream) -> Refill | None:
+def make_dynamic_sampling(config: GRPOConfig, stream: PromptStream) -> DynamicSampling | None:
     """Where groups without a signal are replaced from; None: they are not."""
     if not config.dynamic_sampling:
         return None
     assert isinstance(stream, AdaptiveStream)
-    return Refill(stream.draw, config.dynamic_sampling_max_rounds)
+    return DynamicSampling(stream.draw, config.dynamic_sampling_max_rounds)
 
 
 def objective(config: GRPOConfig) -> Objective:

@@ -21,16 +21,17 @@ from transformers import TrainerCallback, set_seed
 from grupo.config import GRPOConfig
 from grupo.data.prompts import TokenizedRow, plain_rows, rows_hash
 from grupo.errors import ConfigError
-from grupo.metrics import merged
-from grupo.models.load import adapter_settings, let_gradients_in, name_of, quantization
-from grupo.policy.forward_backward import UpdateResult
-from grupo.policy.logprob_model import dropout_off
+from grupo.metrics import merge_metrics
+from grupo.models.inspect import describe_adapter, model_name_or_path, quantization
+from grupo.models.load import enable_input_grads
+from grupo.policy.forward_backward import StepResult
+from grupo.policy.logprob_model import disable_dropout
 from grupo.policy.reference import Reference, ReferencePolicy
-from grupo.rewards.execution.runner import RewardFunctions
+from grupo.rewards.library.reward_model import RewardFunctions
 from grupo.rollout.collector import RolloutResult
 from grupo.rollout.engine import Engine
 from grupo.rollout.local.engine import LocalEngine
-from grupo.rollout.schedule import even_share
+from grupo.rollout.schedule import rank_slice
 from grupo.trainer.callbacks import LogLastStep, WarnIfWeightsUnchanged
 from grupo.trainer.checks import (
     check_optimizer,
@@ -39,7 +40,7 @@ from grupo.trainer.checks import (
     refuse_unsupported,
     warn_if_updates_underflow,
 )
-from grupo.trainer.components import advantage_settings, build, kl_reference, prompt_stream, refill
+from grupo.trainer.components import advantage_settings, build, kl_reference, make_dynamic_sampling, prompt_stream
 from grupo.trainer.health import HealthMonitors
 from grupo.trainer.hf_trainer import HFTrainer
 from grupo.trainer.resume_fingerprint import resume_fingerprint
@@ -132,7 +133,7 @@ class GRPOTrainer(HFTrainer):
         warn_if_updates_underflow(self.model, config.learning_rate)
         self.rewards.prepare(self.accelerator.device)
         if self.args.gradient_checkpointing:
-            let_gradients_in(self.model)
+            enable_input_grads(self.model)
         self.training_log = TrainingLog()
         self.components = build(
             config,
@@ -163,7 +164,7 @@ class GRPOTrainer(HFTrainer):
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
         self._sync_reference()
-        with dropout_off(self.model, enabled=not self.config.scoring_dropout):
+        with disable_dropout(self.model, enabled=not self.config.scoring_dropout):
             samples = self.window.samples(model, self.state)
             result = self.forward_backward(model, samples, entropy_coef=self._entropy_coef())
         self._drop_nonfinite_gradients()
@@ -185,7 +186,7 @@ class GRPOTrainer(HFTrainer):
         if not isinstance(self.reference, ReferencePolicy) or not self.config.sync_ref_model:
             return
         if self.state.global_step and self.state.global_step % self.config.ref_model_sync_steps == 0:
-            self.reference.mix_in_policy(self.config.ref_model_mixup_alpha)
+            self.reference.soft_update(self.config.ref_model_mixup_alpha)
 
     def _entropy_coef(self) -> float:
         return self.config.entropy_coef if self.entropy_controller is None else self.entropy_controller.applied_coef
@@ -221,13 +222,13 @@ class GRPOTrainer(HFTrainer):
         group_size = self.config.resolved_num_generations_eval
         result = self.collector.collect(
             prompts,
-            even_share(len(prompts) * group_size, self.args.world_size, self.args.process_index),
+            rank_slice(len(prompts) * group_size, self.args.world_size, self.args.process_index),
             group_size=group_size,
             sampling=self.config.sampling_spec(),
             settings=advantage_settings(self.config),
             trainer_state=copy.copy(self.state),
-            purpose="eval",
-            rows_at_once=self.eval_rows_at_once(),
+            seed_scope="eval",
+            completions_at_once=self.eval_completions_at_once(),
         )
         self.run_folder.append_completions(
             result.groups, step=self.state.global_step, reward_names=self.rewards.names, split=metric_key_prefix
@@ -255,7 +256,7 @@ class GRPOTrainer(HFTrainer):
         check_columns(self.rewards, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 
-    def eval_rows_at_once(self) -> int | None:
+    def eval_completions_at_once(self) -> int | None:
         """`per_device_eval_batch_size` where the user set it; otherwise all completions are sampled together."""
         explicit = "per_device_eval_batch_size" in self.config.explicit_fields
         return self.config.per_device_eval_batch_size if explicit else None
@@ -270,10 +271,10 @@ class GRPOTrainer(HFTrainer):
             for line in self.plan.describe():
                 logger.log(level, "%s", line)
             if self.reference is not None:
-                logger.info("reference policy: %s", self.reference.says)
+                logger.info("reference policy: %s", self.reference.description)
         # A second call is a run of its own.
         stream = prompt_stream(self.config, self.train_rows, self.plan) if self.train_rows else self.window.stream
-        self.window.close(stream, refill(self.config, stream))
+        self.window.close(stream, make_dynamic_sampling(self.config, stream))
         self.health = HealthMonitors(self.config)
         self.training_log.metrics.clear()
 
@@ -291,13 +292,13 @@ class GRPOTrainer(HFTrainer):
             self.health.signal.check(result.metrics)
         about: dict[str, Any] = {"step": self.state.global_step + 1, "reward_names": self.rewards.names}
         self.run_folder.append_completions(result.groups, **about)
-        self.run_folder.append_completions(result.dropped, **about, replaced=True)
+        self.run_folder.append_completions(result.replaced, **about, replaced=True)
         if self.config.log_completions:
             self.components.completion_table.add(result.groups, self.state.global_step + 1, result.extras)
 
-    def _record_update(self, result: UpdateResult, tokens: int, seconds: float) -> None:
+    def _record_update(self, result: StepResult, tokens: int, seconds: float) -> None:
         gathered = self._all_gather((result.metrics, result.entropy_sum, tokens))
-        step_metrics = merged(metrics for metrics, _, _ in gathered)
+        step_metrics = merge_metrics(metrics for metrics, _, _ in gathered)
         if self.state.global_step % self.plan.steps_per_rollout == 0:
             self.health.mismatch.check(step_metrics)
         metrics = self.training_log.metrics
@@ -316,19 +317,19 @@ class GRPOTrainer(HFTrainer):
     def resume_fingerprint(self) -> dict[str, Any]:
         return {
             **resume_fingerprint(self.config, self.plan),
-            **adapter_settings(self.model),
+            **describe_adapter(self.model),
             "parameters": self.policy.total_parameters,
             "trainable_parameters": self.policy.trainable_parameters,
             "model": self.checkpointer.start_hash(self.model),
             "prompts": len(self.train_rows),
             "dataset": self._hash_of_rows,
-            "rewards": self.rewards.identities,
+            "rewards": self.rewards.fingerprints,
         }
 
     def manifest_fields(self) -> dict[str, Any]:
         return {
             "seed": self.config.seed,
-            "model_name": name_of(self.model),
+            "model_name": model_name_or_path(self.model),
             "plan": self.plan.describe(),
             "trainable_parameters": self.policy.trainable_parameters,
             "parameters": self.policy.total_parameters,
@@ -336,7 +337,7 @@ class GRPOTrainer(HFTrainer):
             "quantization": quantization(self.model),
             "micro_batch_tokens": self.forward_backward.token_budget,
             "start": self.model_argument,
-            "reference_policy": None if self.reference is None else self.reference.says,
+            "reference_policy": None if self.reference is None else self.reference.description,
         }
 
     @functools.cached_property

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from grupo.errors import TrainingError
-from grupo.metrics import MetricSums
-from grupo.utils.messages import counted
+from grupo.metrics import MetricAccumulator
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -52,7 +52,7 @@ class NonFiniteGradientMonitor:
         logger.warning("Step %d has non-finite gradients; they are dropped.", step)
         if self.consecutive >= self.max_steps:
             raise TrainingError(
-                f"{counted(self.consecutive, 'optimizer step')} in a row had NaN or infinite gradients "
+                f"{pluralize(self.consecutive, 'optimizer step')} in a row had NaN or infinite gradients "
                 f"(max_nonfinite_steps={self.max_steps}); the weights are those before them. Lower learning_rate (now "
                 f"{self.learning_rate}), keep scale_rewards='group', and check that the model computes finite logits "
                 "in its dtype."
@@ -69,7 +69,7 @@ class LogprobMismatchMonitor:
         self.consecutive = 0
         """Consecutive rollouts with a gap above `stop_above`."""
 
-    def check(self, metrics: MetricSums) -> None:
+    def check(self, metrics: MetricAccumulator) -> None:
         """Call once per rollout, with the metrics of its first optimizer step. The gap is in nats per token.
 
         Raises:
@@ -83,8 +83,8 @@ class LogprobMismatchMonitor:
             raise TrainingError(
                 f"In three consecutive rollouts the engine's log-probs were off by {gap:.2f} nats per token on "
                 f"average, more than logprob_gap_stop={self.stop_above}: the completions do not come from the policy "
-                "that is trained. Usual causes: stale weights or a missing adapter in the engine, another temperature, or "
-                "a lower precision there."
+                "that is trained. Usual causes: stale weights or a missing adapter in the engine, another temperature, "
+                "or a lower precision there."
             )
         if gap > self.warn_above:
             logger.warning(
@@ -103,11 +103,11 @@ class NoSignalMonitor:
         self.consecutive = (0, 0)
         """Consecutive rollouts without a signal, and with mostly truncated completions."""
 
-    def check(self, metrics: MetricSums) -> None:
+    def check(self, metrics: MetricAccumulator) -> None:
         """Call once per rollout, with its metrics."""
         means = metrics.means()
         no_signal, truncated = self.consecutive
-        no_signal = no_signal + 1 if means["live_group_share"] == 0 else 0
+        no_signal = no_signal + 1 if means["frac_reward_zero_std"] == 1 else 0
         truncated = truncated + 1 if means["completions/clipped_ratio"] > TRUNCATED_SHARE else 0
         self.consecutive = no_signal, truncated
         if no_signal == WARN_AFTER_ROLLOUTS:

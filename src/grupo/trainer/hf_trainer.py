@@ -37,7 +37,7 @@ from transformers.trainer_utils import PredictionOutput, align_special_tokens
 
 from grupo.config import GRPOConfig
 from grupo.errors import GrupoError
-from grupo.models.load import keep_savable
+from grupo.models.load import repair_generation_config
 from grupo.models.peft_io import save_adapter
 from grupo.runs.folder import RunFolder
 from grupo.runs.stop_signals import StopSignals
@@ -55,7 +55,7 @@ class AdapterTrainer(Trainer):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         align_special_tokens(self.model, self.processing_class)  # as the base class does when training begins
-        keep_savable(self.model)
+        repair_generation_config(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the adapter of a PEFT model, and otherwise what the base class saves; with `push_to_hub` an upload
@@ -203,8 +203,8 @@ class HFTrainer(AdapterTrainer):
             self.args.eval_on_start = eval_on_start
             self.run_folder.is_open = False
         self.hub.finish()
-        self.checkpointer.end(stopped=self.stop_signals.received is not None, state=self.state)
-        self.stop_signals.end_if_received()
+        self.checkpointer.end(stopped=self.stop_signals.signum is not None, state=self.state)
+        self.stop_signals.raise_if_received()
         # The base class divides by the steps of this call alone.
         return output._replace(training_loss=output.metrics["train_loss"])
 
@@ -240,9 +240,9 @@ class HFTrainer(AdapterTrainer):
 
     def _stop_requested(self) -> bool:
         """Whether a signal reached any process; all of them decide alike, and end with its exit code."""
-        received = [signal for signal in self._all_gather(self.stop_signals.received) if signal is not None]
+        received = [signal for signal in self._all_gather(self.stop_signals.signum) if signal is not None]
         if received:
-            self.stop_signals.received = received[0]
+            self.stop_signals.signum = received[0]
         return bool(received)
 
     def _all_gather(self, item: Any) -> list[Any]:
@@ -301,7 +301,7 @@ class HFTrainer(AdapterTrainer):
         """Saves the model; the manifest of a run records the step of the model in its folder."""
         super().save_model(output_dir, _internal_call)
         if Path(output_dir or str(self.args.output_dir)).resolve() == self.run_folder.path.resolve():
-            self.run_folder.model_is_saved(self.state.global_step)
+            self.run_folder.record_saved_step(self.state.global_step)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.store_flos()
@@ -313,7 +313,7 @@ class HFTrainer(AdapterTrainer):
             self.hub.upload_checkpoint(target, step=self.state.global_step, save_model=self._save_for_hub)
             self.hub_model_id = self.hub.repository
             # It may have copied this checkpoint's model into the folder, or an earlier push that of an earlier one.
-            self.run_folder.model_is_saved(self.state.global_step - 1)
+            self.run_folder.record_saved_step(self.state.global_step - 1)
         self.checkpointer.rotate(target.parent, self.state)
 
     def _write_checkpoint(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import hf_api
 
-from grupo.errors import ConfigError, GrupoError, first_line
+from grupo.errors import ConfigError, GrupoError, summarize_error
 from grupo.export.upload import NOT_UPLOADED, check_hub_answers, command, failures, is_refusal, push, retried
 from grupo.runs.model_card import TAGS
 
@@ -63,7 +63,7 @@ class HubUploader:
         except failures() as error:
             if is_refusal(error):
                 raise ConfigError(
-                    f"push_to_hub=True, and the Hub does not take {self._repo_name()!r}: {first_line(error)} Set "
+                    f"push_to_hub=True, and the Hub does not take {self._repo_name()!r}: {summarize_error(error)} Set "
                     "hub_token, or log in by `hf auth login`; without push_to_hub the run needs no Hub."
                 ) from error
             self.warn("There is no repository to upload to", error)
@@ -165,7 +165,7 @@ class HubUploader:
 
     def warn(self, what: str, error: BaseException) -> None:
         again = command(self.args.output_dir, self.repository or self._repo_name())
-        logger.warning("%s: %s The run does not need it; `%s` uploads it later.", what, first_line(error), again)
+        logger.warning("%s: %s The run does not need it; `%s` uploads it later.", what, summarize_error(error), again)
 
     def finish(self) -> None:
         """Waits for uploads in the background, and warns of those that failed."""

@@ -17,17 +17,17 @@ from transformers import Trainer
 
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
-from grupo.models.load import base_model, vocabulary_size
-from grupo.models.memory import TRIM_EVERY_LAYERS, Sizes, activation_bytes_per_token, token_budget
+from grupo.models.inspect import base_model, vocabulary_size
+from grupo.models.memory import TRIM_EVERY_LAYERS, LayerWidths, activation_bytes_per_token, token_budget
 from grupo.models.quantization import dense_bytes, number_of_weights
-from grupo.models.shared_prompt_attention import KEPT_MASKS, QUERY_BLOCK, why_not_packed
+from grupo.models.shared_prompt_attention import KEPT_MASKS, QUERY_BLOCK, packing_unsupported_reason
 from grupo.policy.batching import micro_batches
 from grupo.policy.chunked_logprobs import TOKEN_CHUNK, VOCABULARY_CHUNK
 from grupo.rollout.local.decoders import PREFILL_TOKENS
-from grupo.rollout.local.engine import COPY_HEADROOM, most_rows
-from grupo.rollout.local.inference_copy import copied_bytes
+from grupo.rollout.local.engine import COPY_HEADROOM, max_rows_for
+from grupo.rollout.local.inference_copy import inference_copy_bytes
 from grupo.rollout.local.kv_cache import SPARE_COLUMNS, columns_for
-from grupo.types import Sample
+from grupo.types import TrainingSample
 
 BYTES_PER_WEIGHT = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """NF4 with its scales: a byte for 64 weights, four for 256 of those (arXiv:2305.14314)."""
@@ -49,7 +49,7 @@ class MemoryEstimate:
     optimizer: int
     reference: int
     """The copy of the trainable weights for the KL term."""
-    decoding_copy: int
+    inference_copy: int
     cache: int
     sampling: int
     """Prompts on their way into the cache, or logits."""
@@ -72,7 +72,7 @@ class MemoryEstimate:
 
     @property
     def rollout(self) -> int:
-        return self.decoding_copy + self.cache + self.sampling
+        return self.inference_copy + self.cache + self.sampling
 
     @property
     def update(self) -> int:
@@ -91,7 +91,7 @@ class MemoryEstimate:
             f"memory: about {shown(self.peak)} at the peak, in {phase}, beside Python and its libraries",
             f"  all along: weights {kept}, of which {shown(self.trainable)} trainable; optimizer "
             f"{shown(self.optimizer)}{reference}",
-            f"  in a rollout {shown(self.rollout)}: copy of linear layers {shown(self.decoding_copy)}, cache of "
+            f"  in a rollout {shown(self.rollout)}: copy of linear layers {shown(self.inference_copy)}, cache of "
             f"{self.rows} x {self.columns:,} tokens {shown(self.cache)}, prompts or logits {shown(self.sampling)}",
             f"  in an update {shown(self.update)}: gradients {shown(self.gradients)}, activations of {self.tokens:,} "
             f"tokens {shown(self.activations)}, log-probs {shown(self.head)}",
@@ -106,7 +106,7 @@ class MemoryEstimate:
         needed = self.peak - sum(self.weights.values()) - self.reference
         if needed <= free:
             return None
-        parts = ("gradients", "activations", "head") if self._updating else ("decoding_copy", "cache", "sampling")
+        parts = ("gradients", "activations", "head") if self._updating else ("inference_copy", "cache", "sampling")
         largest = max(("optimizer", *parts), key=lambda part: int(getattr(self, part)))
         return (
             f"This run will not fit: it takes about {shown(needed)} beside the loaded model, and {shown(free)} are "
@@ -125,7 +125,7 @@ REMEDIES = {
     "activations": "Most of it are activations: set gradient_checkpointing=True, or lower micro_batch_tokens or "
     "max_completion_length.",
     "head": "Most of it is for log-probs: leave the head untrained, or lower max_completion_length.",
-    "decoding_copy": "Most of it is the copy that decodes: load the model in bfloat16 (dtype), or take a smaller one.",
+    "inference_copy": "Most of it is the copy that decodes: load the model in bfloat16 (dtype), or take a smaller one.",
     "cache": "Most of it is the cache: lower max_completion_length, or the completions that are sampled together "
     "(per_device_train_batch_size, steps_per_generation, per_device_eval_batch_size).",
     "sampling": "Most of it are prompts or logits: lower per_device_train_batch_size or steps_per_generation.",
@@ -166,7 +166,7 @@ def memory_estimate(
         quantization: "nf4" or "int8", for a model on the meta device that will be loaded so.
     """
     base = base_model(model)
-    sizes, own = Sizes.of(base), next(base.parameters())
+    sizes, own = LayerWidths.of(base), next(base.parameters())
     if sizes is None:
         return None
     run = _Run(
@@ -203,7 +203,7 @@ class _Run:
     model: Any
     config: GRPOConfig
     plan: StepPlan
-    sizes: Sizes
+    sizes: LayerWidths
     device_type: str
     free: int | None
     checkpointing: bool
@@ -229,7 +229,7 @@ class _Run:
 
     def in_rollout(self) -> dict[str, int]:
         own = max(self.plan.completions_per_rollout // self.plan.world_size, self.eval_rows)
-        rows = min(own, most_rows(self.device_type))
+        rows = min(own, max_rows_for(self.device_type))
         # A row that takes over the place of another one begins further right.
         needed = self.prompt + self.completion - 1 + (SPARE_COLUMNS if rows < own else 0)
         columns = columns_for(needed, prompt=self.prompt)
@@ -240,18 +240,18 @@ class _Run:
         narrowed = bool(spec.top_k or spec.top_p < 1.0 or spec.min_p)
         logits = rows * self.vocabulary * 4 * SAMPLING_TENSORS * (1 + narrowed)
         return {
-            "decoding_copy": self._decoding_copy(),
+            "inference_copy": self._inference_copy(),
             "cache": rows * columns * per_token,
             "sampling": max(entering * per_token + computing, logits),
             "rows": rows,
             "columns": columns,
         }
 
-    def _decoding_copy(self) -> int:
+    def _inference_copy(self) -> int:
         if self.free is not None and self.free <= COPY_HEADROOM * dense_bytes(self.model):
             return 0
         if self.quantization is None:
-            return copied_bytes(self.model, self.device_type, autocast=self.autocast)
+            return inference_copy_bytes(self.model, self.device_type, autocast=self.autocast)
         weights = sum(layer.weight.numel() for layer in _quantizable(self.model))
         return weights * BYTES_DECODED[self.quantization][self.device_type]
 
@@ -297,7 +297,7 @@ class _Run:
     def _micro_batch(self) -> tuple[int, int]:
         """(tokens, completions) of the largest micro-batch of a step."""
         base = base_model(self.model)
-        packed = why_not_packed(base) is None
+        packed = packing_unsupported_reason(base) is None
         budget = self.config.micro_batch_tokens
         if budget is None:
             budget = token_budget(base, self.device_type, self.free, checkpointing=self.checkpointing)
@@ -305,17 +305,18 @@ class _Run:
         prompts = [(number, *[0] * (self.prompt - 1)) for number in range(own)]
         ids = (0,) * self.completion
         samples = [
-            Sample(prompts[place // self.plan.num_generations], ids, 1.0, True, True, None) for place in range(own)
+            TrainingSample(prompts[place // self.plan.num_generations], ids, 1.0, True, True, None)
+            for place in range(own)
         ]
 
-        def size(batch: Sequence[Sample]) -> int:
+        def size(batch: Sequence[TrainingSample]) -> int:
             times = len({id(sample.prompt_ids) for sample in batch}) if packed else len(batch)
             return times * self.prompt + len(batch) * self.completion
 
         batches = micro_batches(
             samples,
             self.plan.micro_batch_size,
-            row_tokens=self.config.micro_batch_tokens or self.prompt + self.completion,
+            max_sequence_tokens=self.config.micro_batch_tokens or self.prompt + self.completion,
             token_budget=budget,
             packed=packed,
         )

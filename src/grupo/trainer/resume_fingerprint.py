@@ -10,7 +10,7 @@ from typing import Any
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
 from grupo.config.validation import SAMPLING_FIELDS
-from grupo.runs.resume_check import FREE, WATCHED
+from grupo.runs.resume_check import IGNORED, METRIC_DRIVEN
 
 METRIC_DRIVEN_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Learning rates that follow what evaluations find."""
@@ -20,7 +20,7 @@ HORIZON_FREE_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", *M
 
 def resume_fingerprint(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
     """Name -> plain value of the settings that a resumed run shares with the interrupted one."""
-    fields = (field.name for field in dataclasses.fields(config) if field.name not in FREE)
+    fields = (field.name for field in dataclasses.fields(config) if field.name not in IGNORED)
     sampling = config.sampling_spec()
     settings = {
         **{name: _plain_value(getattr(config, name)) for name in fields},
@@ -33,7 +33,7 @@ def resume_fingerprint(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
         "steps_per_generation": plan.steps_per_generation,
     }
     if settings["lr_scheduler_type"] in METRIC_DRIVEN_SCHEDULES:
-        settings |= {name: _plain_value(getattr(config, name)) for name in WATCHED}
+        settings |= {name: _plain_value(getattr(config, name)) for name in METRIC_DRIVEN}
     is_horizon_free = settings["lr_scheduler_type"] in HORIZON_FREE_SCHEDULES and not 0 < config.warmup_steps < 1
     return (
         settings

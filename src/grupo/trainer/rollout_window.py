@@ -14,14 +14,14 @@ from torch import nn
 
 from grupo.config.batch_plan import StepPlan
 from grupo.data.prompts import PromptStream
-from grupo.policy.forward_backward import PolicyUpdate
+from grupo.policy.forward_backward import ForwardBackward
 from grupo.policy.reference import Reference
 from grupo.rollout.collector import RolloutCollector, RolloutResult
-from grupo.rollout.groups import AdvantageSettings, Refill
-from grupo.rollout.schedule import deal
+from grupo.rollout.groups import AdvantageSettings, DynamicSampling
+from grupo.rollout.schedule import schedule_completions
 from grupo.sampling import SamplingSpec
 from grupo.trainer.training_log import TrainingLog
-from grupo.types import Sample
+from grupo.types import TrainingSample
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,10 +36,10 @@ class RolloutWindow:
     plan: StepPlan
     stream: PromptStream
     collector: RolloutCollector
-    forward_backward: PolicyUpdate
+    forward_backward: ForwardBackward
     sampling: SamplingSpec
     advantages: AdvantageSettings
-    dynamic_sampling: Refill | None
+    dynamic_sampling: DynamicSampling | None
     reference: Reference | None
     log: TrainingLog
     on_rollout: Callable[[RolloutResult], None]
@@ -48,10 +48,10 @@ class RolloutWindow:
     rank: int
     index: int | None = None
     """Number of the open window; None before the first one."""
-    steps: list[list[Sample]] = dataclasses.field(default_factory=list)
+    steps: list[list[TrainingSample]] = dataclasses.field(default_factory=list)
     """This rank's samples of each optimizer step of the open window."""
 
-    def samples(self, model: nn.Module, trainer_state: Any) -> list[Sample]:
+    def samples(self, model: nn.Module, trainer_state: Any) -> list[TrainingSample]:
         """This rank's samples of the coming optimizer step, from the open window or a new one.
 
         Args:
@@ -65,10 +65,10 @@ class RolloutWindow:
             self.index = index
         return self.steps[step]
 
-    def _fill(self, model: nn.Module, index: int, trainer_state: Any) -> list[list[Sample]]:
+    def _fill(self, model: nn.Module, index: int, trainer_state: Any) -> list[list[TrainingSample]]:
         """Collects the rollouts of a window and assigns their samples to its optimizer steps."""
         plan = self.plan
-        schedule = deal(
+        schedule = schedule_completions(
             window_size=plan.completions_per_rollout * plan.rollouts_per_step,
             rollout_size=plan.completions_per_rollout,
             passes=plan.num_iterations,
@@ -78,8 +78,8 @@ class RolloutWindow:
         )
         own = sorted({number for numbers in schedule for number in numbers})
         prompts = self.stream.window(index)
-        samples: dict[int, Sample] = {}
-        with_logprobs: dict[int, Sample] = {}
+        samples: dict[int, TrainingSample] = {}
+        with_logprobs: dict[int, TrainingSample] = {}
         for rollout in range(plan.rollouts_per_step):
             first = rollout * plan.completions_per_rollout
             is_last = rollout + 1 == plan.rollouts_per_step
@@ -92,8 +92,8 @@ class RolloutWindow:
                 settings=self.advantages,
                 # A copy: a reward function must not be able to move the run.
                 trainer_state=copy.copy(trainer_state),
-                refill=self.dynamic_sampling,
-                meanwhile=functools.partial(self._logprobs_while_waiting, model, samples, first, with_logprobs)
+                dynamic_sampling=self.dynamic_sampling,
+                while_waiting=functools.partial(self._logprobs_while_waiting, model, samples, first, with_logprobs)
                 if overlaps
                 else None,
             )
@@ -115,31 +115,33 @@ class RolloutWindow:
         """Whether log-probs are computed while rewards are pending: not where rewards decide what is computed."""
         has_fixed_logprobs = self.plan.steps_per_rollout > 1 or self.reference is not None
         rewards_decide = self.dynamic_sampling is not None or self.advantages.trained_per_group is not None
-        return has_fixed_logprobs and not rewards_decide and self.collector.rewards.some_run_beside_scoring
+        return has_fixed_logprobs and not rewards_decide and self.collector.rewards.overlaps_logprobs
 
     def _logprobs_while_waiting(
         self,
         model: nn.Module,
-        earlier: Mapping[int, Sample],
+        earlier: Mapping[int, TrainingSample],
         first: int,
-        into: dict[int, Sample],
-        last: Mapping[int, Sample],
+        into: dict[int, TrainingSample],
+        last: Mapping[int, TrainingSample],
     ) -> None:
         """Adds log-probs to the window whose `last` rollout, from completion `first` on, has no rewards yet."""
         self._add_fixed_logprobs(model, {**earlier, **_shifted(last, first)}, into)
 
-    def _add_fixed_logprobs(self, model: nn.Module, samples: Mapping[int, Sample], into: dict[int, Sample]) -> None:
+    def _add_fixed_logprobs(
+        self, model: nn.Module, samples: Mapping[int, TrainingSample], into: dict[int, TrainingSample]
+    ) -> None:
         """Puts the samples, with the log-probs that stay fixed in the window, into `into`."""
         started = time.perf_counter()
         numbers = sorted(samples)
-        filled = self.forward_backward.score_window(
+        filled = self.forward_backward.add_fixed_logprobs(
             model,
             [samples[number] for number in numbers],
             with_old=self.plan.steps_per_rollout > 1,
             reference=self.reference,
         )
         into.update(zip(numbers, filled, strict=True))
-        self.log.add_time("scoring", time.perf_counter() - started)
+        self.log.add_time("logprobs", time.perf_counter() - started)
 
     def _record(self, result: RolloutResult) -> None:
         self.log.metrics.merge(result.metrics)
@@ -149,7 +151,7 @@ class RolloutWindow:
         self.log.add_time("rewarding", result.seconds_rewarding)
         self.on_rollout(result)
 
-    def close(self, stream: PromptStream, dynamic_sampling: Refill | None) -> None:
+    def close(self, stream: PromptStream, dynamic_sampling: DynamicSampling | None) -> None:
         """Drops the open window; the next one draws from `stream`."""
         self.index, self.steps = None, []
         self.stream, self.dynamic_sampling = stream, dynamic_sampling
@@ -162,10 +164,10 @@ class RolloutWindow:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.index, steps = state["window"] or (None, [])
-        self.steps = [[Sample(**record) for record in step] for step in steps]
+        self.steps = [[TrainingSample(**record) for record in step] for step in steps]
         self.stream.load_state_dict(state["prompt_stream"])
 
 
-def _shifted(samples: Mapping[int, Sample], first: int) -> dict[int, Sample]:
+def _shifted(samples: Mapping[int, TrainingSample], first: int) -> dict[int, TrainingSample]:
     """The samples of a rollout by their number in the window."""
     return {number + first: sample for number, sample in samples.items()}

@@ -30,26 +30,26 @@ from grupo.data.prompts import (
     tokenize_rows,
 )
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.models.load import (
+from grupo.models.inspect import (
     check_causal,
     check_stop_token_ids,
     check_trainable,
     context_length,
-    ids_of_stop_texts,
-    load_tokenizer,
-    name_of,
+    encode_stop_strings,
+    model_name_or_path,
     stop_token_ids,
     vocabulary_size,
 )
-from grupo.models.load_options import Asked, asked_of
-from grupo.models.peft_io import find_adapter, load_named, warn_of_vocabulary
+from grupo.models.load import load_tokenizer
+from grupo.models.load_options import LoadOptions, load_options
+from grupo.models.peft_io import check_vocab_consistency, find_adapter, load_named
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
-from grupo.rewards.execution.runner import RewardFunctions, RewardRunner
-from grupo.rewards.library.reward_model import with_reward_models
-from grupo.runs.folder import check_can_be_written
-from grupo.runs.latest import newest_model
+from grupo.rewards.execution.runner import RewardRunner
+from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
+from grupo.runs.folder import check_writable
+from grupo.runs.latest import resolve_latest
 from grupo.trainer.checks import check_best_metric, check_output_folder
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -65,9 +65,9 @@ def resolve_arguments(model: Any, args: Any, processing_class: Any, tokenizer: A
     """
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     if args is None:
-        name = model if isinstance(model, str) else name_of(model)
+        name = model if isinstance(model, str) else model_name_or_path(model)
         args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
-    model = newest_model(model) if isinstance(model, str) else model
+    model = resolve_latest(model) if isinstance(model, str) else model
     if not isinstance(args, GRPOConfig):
         raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
     if tokenizer is None:
@@ -99,7 +99,7 @@ def check_without_model(
     Raises:
         ConfigError, DataError, RewardError: with what to set instead.
     """
-    check_can_be_written(Path(str(config.output_dir)))
+    check_writable(Path(str(config.output_dir)))
     rewards = reward_runner(reward_funcs, config, reward_processing_classes)
     train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
     StepPlan.from_config(config, num_prompts=None if train_dataset is None else dataset_length(train_dataset))
@@ -115,7 +115,7 @@ def reward_runner(
 ) -> RewardRunner:
     if reward_funcs is None:
         raise ConfigError("GRPOTrainer needs reward_funcs: one function, or a list of functions, of the completions.")
-    functions = with_reward_models(
+    functions = wrap_reward_models(
         reward_funcs,
         reward_processing_classes,
         chat_template_kwargs=as_mapping(config.chat_template_kwargs),
@@ -124,8 +124,8 @@ def reward_runner(
     rewards = RewardRunner(functions, timeout=config.reward_timeout)
     if config.reward_weights is not None and len(config.reward_weights) != len(rewards.names):
         raise ConfigError(
-            f"reward_weights has {counted(len(config.reward_weights), 'number')} for "
-            f"{counted(len(rewards.names), 'reward function')} "
+            f"reward_weights has {pluralize(len(config.reward_weights), 'number')} for "
+            f"{pluralize(len(rewards.names), 'reward function')} "
             f"({', '.join(rewards.names)}). Give one weight per function, in the same order."
         )
     if config.reward_weights is not None and not any(config.reward_weights):
@@ -182,7 +182,7 @@ class LoadedPolicy:
     """Tokens of prompt and completion together, at most; None: no limit is known."""
     trainable_parameters: int
     total_parameters: int
-    load_options: Asked
+    load_options: LoadOptions
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -209,15 +209,15 @@ def load_model(
         peft_config=peft_config,
     )
     trainable, total = check_trainable(model)
-    options = asked_of(model)
+    options = load_options(model)
     vocabulary = vocabulary_size(model)
     check_stop_token_ids(config.sampling_spec().stop_token_ids, vocabulary)
-    warn_of_vocabulary(model, tokenizer)
+    check_vocab_consistency(model, tokenizer)
     return LoadedPolicy(
         model=model,
         tokenizer=tokenizer,
         prompt_tokenizer=PromptTokenizer(tokenizer, as_mapping(config.chat_template_kwargs)),
-        stop_token_ids=(*stop_token_ids(tokenizer, model), *ids_of_stop_texts(tokenizer, config.stop_texts)),
+        stop_token_ids=(*stop_token_ids(tokenizer, model), *encode_stop_strings(tokenizer, config.stop_texts)),
         vocabulary_size=vocabulary,
         context_length=min(filter(None, (context_length(model), options.max_seq_length)), default=None),
         trainable_parameters=trainable,

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from grupo.data.demonstrations import Demonstration, that_fit
-from grupo.models.load import check_trainable, context_length, let_gradients_in, vocabulary_size
+from grupo.models.inspect import check_trainable, context_length, vocabulary_size
+from grupo.models.load import enable_input_grads
 from grupo.trainer.hf_trainer import AdapterTrainer
 
 NO_LOSS = -100
@@ -40,7 +41,7 @@ def sft_trainer(
     check_trainable(model)
     shown = that_fit(shown, context_length=context_length(model), vocabulary_size=vocabulary_size(model))
     if args.gradient_checkpointing:
-        let_gradients_in(model)
+        enable_input_grads(model)
     return AdapterTrainer(
         model=model,
         args=args,

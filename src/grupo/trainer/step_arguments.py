@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from grupo.config import GRPOConfig
-from grupo.models.load_options import Asked
+from grupo.models.load_options import LoadOptions
 
 logger = logging.getLogger("grupo")
 
@@ -41,7 +41,7 @@ class StepArguments(GRPOConfig):
         return config.__reduce_ex__(1)  # the form that names the class apart from the object
 
 
-def step_arguments(config: GRPOConfig, options: Asked) -> StepArguments:
+def step_arguments(config: GRPOConfig, options: LoadOptions) -> StepArguments:
     """The arguments of the base class, with checkpointing as the model was loaded for it where `config` leaves it
     open."""
     args = StepArguments.of(config)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from grupo.metrics import MetricSums
+from grupo.metrics import MetricAccumulator
 
-PHASES = ("generating", "rewarding", "scoring", "updating")
+PHASES = ("generating", "rewarding", "logprobs", "updating")
 
 
 class TrainingLog:
     """Metrics until the next log line, and seconds of the whole run, on this process."""
 
     def __init__(self) -> None:
-        self.metrics = MetricSums()
+        self.metrics = MetricAccumulator()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         """Seconds of training by phase."""
 
@@ -33,5 +33,5 @@ class TrainingLog:
         return {"metrics": dataclasses.asdict(self.metrics), "seconds": dict(self.seconds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.metrics = MetricSums(**state["metrics"])
+        self.metrics = MetricAccumulator(**state["metrics"])
         self.seconds = dict(state["seconds"])

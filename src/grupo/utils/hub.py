@@ -16,7 +16,7 @@ TIMEOUT = 5.0
 """Seconds until the Hub counts as out of reach."""
 
 
-def is_out_of_reach(name: str) -> bool:
+def is_unreachable(name: str) -> bool:
     """Whether `name` would have to come from the Hub, and the Hub does not answer or is switched off.
 
     What the cache has can be used then, and nothing else.

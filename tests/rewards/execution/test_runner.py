@@ -20,7 +20,15 @@ import pytest
 import torch
 
 from grupo.errors import ConfigError, DataError, RewardError
-from grupo.rewards import RewardRunner, RewardTable, check_column_names, run_alone
+from grupo.rewards import (
+    RewardRunner,
+    RewardTable,
+    check_column_names,
+    exclusive,
+    overlap_with_logprobs,
+    run_alone,
+    run_beside_scoring,
+)
 from grupo.rewards.execution import runner
 from grupo.types import RewardStatus
 
@@ -157,7 +165,7 @@ def test_no_finite_number_fails_its_row_only_and_is_named(value: Any) -> None:
     assert table.scores == [(1.0,), (None,), (0.0,)]
     assert table.statuses == [(SCORED,), (FAILED,), (SCORED,)]
     (failure,) = table.failures
-    assert (failure.name, failure.kind, failure.rows) == ("graded", "non_finite", (1,))
+    assert (failure.name, failure.kind, failure.indices) == ("graded", "non_finite", (1,))
     assert "completion 1," in failure.message and "1 of 3" in failure.message
 
 
@@ -172,9 +180,9 @@ def test_an_exception_fails_the_function_and_not_the_others() -> None:
     assert table.scores == [(None, 1.0), (None, 0.0)]
     assert table.statuses == [(FAILED, SCORED)] * 2
     (failure,) = table.failures
-    assert (failure.name, failure.kind, failure.rows) == ("broken", "exception", (0, 1))
+    assert (failure.name, failure.kind, failure.indices) == ("broken", "exception", (0, 1))
     assert "KeyError: 'gold'" in failure.message
-    assert 'raise KeyError("gold")' in failure.traceback and "rewards/calls.py" not in failure.traceback
+    assert 'raise KeyError("gold")' in failure.traceback and "execution/calls.py" not in failure.traceback
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
@@ -199,7 +207,7 @@ def test_a_function_that_does_not_return_is_left_behind_and_named() -> None:
     assert time.monotonic() - started < 5
     assert table.scores == [(None, 1.0), (None, 0.0)]
     (failure,) = table.failures
-    assert (failure.name, failure.kind, failure.rows) == ("hangs", "timeout", (0, 1))
+    assert (failure.name, failure.kind, failure.indices) == ("hangs", "timeout", (0, 1))
     assert "0.2 s" in failure.message
     assert table.metrics == {}
 
@@ -541,7 +549,7 @@ def test_a_function_that_runs_alone_meets_no_other() -> None:
     crowd = Crowd()
 
     class Alone:
-        runs_alone = True
+        is_exclusive = True
 
         def __call__(self, **columns: Any) -> Any:
             return crowd.function("object")(**columns)
@@ -551,14 +559,32 @@ def test_a_function_that_runs_alone_meets_no_other() -> None:
 
     functions = [
         crowd.function("free"),
-        run_alone(crowd.function("marked")),
-        functools.partial(run_alone(crowd.function("partial")), bonus=1),
+        exclusive(crowd.function("marked")),
+        functools.partial(exclusive(crowd.function("partial")), bonus=1),
         asynchronous,
         Alone(),
     ]
     assert run(functions, count=1).scores == [(1.0,) * 5]
     assert crowd.seen[:3] == [["marked"], ["partial"], ["object"]]
     assert len(crowd.seen[4]) == 2, "the others meet"
+
+
+def test_earlier_names_of_marks_still_work_and_log_the_new_one(caplog: pytest.LogCaptureFixture) -> None:
+    class Judge:
+        runs_beside_scoring = True
+
+        def __call__(self, **columns: Any) -> Any:
+            return [1.0]
+
+    assert run_alone(returning([1.0])).is_exclusive  # type: ignore[attr-defined]
+    runner = RewardRunner([Judge(), run_beside_scoring(returning([0.5])), overlap_with_logprobs(returning([0.0]))])
+    assert [function.overlaps_logprobs for function in runner.functions] == [True, True, True]
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.rpartition(" ")[2] for message in messages] == [
+        "exclusive.",
+        "overlap_with_logprobs.",
+        "overlaps_logprobs.",
+    ]
 
 
 def test_without_a_limit_functions_run_in_the_calling_thread_beside_asynchronous_ones() -> None:
@@ -598,7 +624,7 @@ def test_stuck_functions_are_all_named_and_the_wait_is_bounded() -> None:
         return [1.0]
 
     started = time.monotonic()
-    table = run([hangs, returning([1.0]), hangs, run_alone(returning([0.5])), hangs], count=1, timeout=0.2)
+    table = run([hangs, returning([1.0]), hangs, exclusive(returning([0.5])), hangs], count=1, timeout=0.2)
     assert 0.5 < time.monotonic() - started < 3
     release.set()
     assert table.scores == [(None, 1.0, None, 0.5, None)]
@@ -627,8 +653,8 @@ def test_extras_and_metrics_arrive() -> None:
         (lambda extra, metric: extra("parsed", [1]), r"log_extra\('parsed', ...\) with 1 value for 2 completions"),
         (lambda extra, metric: extra("parsed", "ab"), r"log_extra\('parsed', ...\) with a str"),
         (lambda extra, metric: extra("parsed", 5), r"with a int"),
-        (lambda extra, metric: extra(3, [1, 2]), r"log_extra\(3, ...\); a name is a text"),
-        (lambda extra, metric: metric(None, 1.0), r"log_metric\(None, ...\); a name is a text"),
+        (lambda extra, metric: extra(3, [1, 2]), r"log_extra\(3, ...\); a name is a string"),
+        (lambda extra, metric: metric(None, 1.0), r"log_metric\(None, ...\); a name is a string"),
         (lambda extra, metric: metric("score", "high"), r"log_metric\('score', ...\) with 'high'"),
         (lambda extra, metric: metric("score", [1.0]), r"with \[1.0\], not a number"),
     ],

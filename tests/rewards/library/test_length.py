@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grupo.rewards as ours
-from grupo.errors import ConfigError
+from grupo.errors import ConfigError, RewardError
 
 IDS = st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=5)
 trl = pytest.importorskip("trl.rewards")
@@ -64,7 +64,7 @@ def test_cosine_scaling_abstains_where_the_gold_is_unusable() -> None:
     with pytest.warns(UserWarning, match="cosine_scaled_reward cannot read"):
         assert reward(["5"], solution=[None], completion_ids=[[1]]) == [None]
     runner = ours.RewardRunner(reward)
-    with pytest.raises(ours.runner.RewardError, match="'cosine_scaled_reward' requires 'solution'"):
+    with pytest.raises(RewardError, match="'cosine_scaled_reward' requires 'solution'"):
         runner.check_columns(["answer"])
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards import Check, RewardRunner, email_rubric, make_reward
-from grupo.rewards.library import rubric
+from grupo.rewards import Check, RewardRunner, email_rubric, make_reward, rubric
 from grupo.rewards.library.rubric import has_signature
 
 BODY = "Dear Ann,\n\nyour refund is on its way.\n"

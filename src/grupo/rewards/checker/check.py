@@ -17,15 +17,15 @@ from grupo.rewards.checker.diagnostics import check_one, disagreements, faults_o
 from grupo.rewards.checker.probes import columns_of, forms, written_gold
 from grupo.rewards.checker.probing import Probing, Subject
 from grupo.rewards.checker.report import FAULTS, RewardReport
-from grupo.rewards.execution.calls import Function
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rewards.library.format import Tagged
+from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
 from grupo.rewards.verifiers.base import GoldVerifier, reward_from
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 
 def check_rewards(
-    rewards: Callable[..., Any] | Sequence[Callable[..., Any]],
+    rewards: RewardFunctions,
     samples: Sequence[Mapping[str, Any]],
     *,
     weights: Sequence[float] | None = None,
@@ -56,10 +56,11 @@ def check_rewards(
         ConfigError: no reward, or not as many weights as rewards.
         DataError: no sample, or one without `prompt`.
     """
-    functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
+    functions = wrap_reward_models(rewards)
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
-            f"weights has {counted(len(weights), 'number')} for {counted(len(functions), 'reward')}; give one for each."
+            f"weights has {pluralize(len(weights), 'number')} for {pluralize(len(functions), 'reward')}; give one for "
+            "each."
         )
     if weights is not None and not all(isinstance(weight, Real) and math.isfinite(weight) for weight in weights):
         raise ConfigError(f"weights={list(weights)!r:.80} are no finite numbers; give one for each reward.")
@@ -106,17 +107,17 @@ def check_rewards(
 
 
 def _subject(function: Any, name: str, weight: float, timeout: float, vocabulary: dict[str, int]) -> Subject:
-    spelt = Function.of(function, name)
+    runner = RewardRunner([function], timeout=timeout)
     declared = getattr(function, "value_range", None)
     is_range = isinstance(declared, Sequence) and len(declared) == 2 and all(isinstance(one, Real) for one in declared)
     if declared is not None and not is_range:
         raise ConfigError(f"{name} declares value_range={declared!r:.80}; it is the lowest and the highest value.")
     return Subject(
-        RewardRunner([function], timeout=timeout),
+        runner,
         name,
         weight,
         # Whoever asks for the tokens means their number, or how they repeat.
-        is_about_length="completion_ids" in spelt.named,
+        is_about_length="completion_ids" in runner.functions[0].named,
         value_range=(float(declared[0]), float(declared[1])) if declared is not None else None,
         vocabulary=vocabulary,
     )

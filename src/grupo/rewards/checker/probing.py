@@ -28,7 +28,7 @@ from grupo.rewards.checker.probes import (
 )
 from grupo.rewards.checker.report import Fault
 from grupo.rewards.execution.runner import RewardRunner
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 ROWS = 12
 """So many rows are probed."""
@@ -98,13 +98,13 @@ class Subject:
                 name = "wrong-count"
             elif " returned " in str(error):
                 name = "wrong-type"
-            self.report(name, f"On {counted(len(probes), 'completion')} ({kind}): {error}")
+            self.report(name, f"On {pluralize(len(probes), 'completion')} ({kind}): {error}")
             return None
         for failure in table.failures:
-            where = f"on {shown(probes[failure.rows[0]][1])} ({kind})"
+            where = f"on {shown(probes[failure.indices[0]][1])} ({kind})"
             if failure.kind == "timeout":
                 self.broken = True
-                self.report("timeout", f"Of {counted(len(probes), 'completion')} ({kind}), {failure.message}.")
+                self.report("timeout", f"Of {pluralize(len(probes), 'completion')} ({kind}), {failure.message}.")
                 return None
             if failure.kind == "exception":
                 if len(probes) == 1:

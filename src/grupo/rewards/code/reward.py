@@ -29,7 +29,7 @@ from grupo.rewards.code.sandbox.runner import (
 )
 from grupo.rewards.code.test_cases import CodeTest, ScriptTest, read_tests
 from grupo.rewards.verifiers.base import keyword_signature
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 CodeFault = Literal["no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output"]
 CODE_FAULTS: tuple[CodeFault, ...] = get_args(CodeFault)
@@ -188,8 +188,8 @@ class CodeReward:
         cells = columns[self.tests_column]
         if len(cells) != len(completions):
             raise RewardError(
-                f"code_reward got {counted(len(cells), 'cell')} of '{self.tests_column}' for "
-                f"{counted(len(completions), 'completion')}; it needs one for each."
+                f"code_reward got {pluralize(len(cells), 'cell')} of '{self.tests_column}' for "
+                f"{pluralize(len(completions), 'completion')}; it needs one for each."
             )
         if "isolation" not in self._warned:
             self._warned.add("isolation")

@@ -10,7 +10,7 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.rewards.answers.extraction import completion_texts
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 SCRIPTS = (
     "arabic", "armenian", "bengali", "bopomofo", "cjk", "cyrillic", "devanagari", "ethiopic", "georgian", "greek",
@@ -37,7 +37,7 @@ class LanguageConsistency:
         if unknown or not self.scripts:
             raise ConfigError(
                 f"language_consistency knows no script {unknown[0] if unknown else scripts!r}."
-                f"{nearest(unknown[0], SCRIPTS) if unknown else ''} Known scripts: {', '.join(SCRIPTS)}."
+                f"{did_you_mean(unknown[0], SCRIPTS) if unknown else ''} Known scripts: {', '.join(SCRIPTS)}."
             )
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:

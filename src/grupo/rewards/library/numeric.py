@@ -28,7 +28,7 @@ from grupo.rewards.answers.extraction import (
 from grupo.rewards.library.format import Tag, block_content, tag_marks
 from grupo.rewards.value_range import score_range
 from grupo.rewards.verifiers.base import GoldScore
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 Distance = Callable[[Fraction, Fraction], float | Fraction]
 """(answer, gold) -> how far apart they are: 0 for equal numbers, never below."""
@@ -130,7 +130,7 @@ class Proximity(NumberReward):
             )
         if isinstance(distance, str) and distance not in DISTANCES:
             raise ConfigError(
-                f"proximity knows no distance '{distance}'.{nearest(distance, DISTANCES)} "
+                f"proximity knows no distance '{distance}'.{did_you_mean(distance, DISTANCES)} "
                 f"Give {' or '.join(DISTANCES)}, or a function of (answer, gold)."
             )
         self.best, self.worst, self.missing = float(best), float(worst), float(missing)

@@ -18,7 +18,7 @@ from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers.extraction import completion_texts
 from grupo.rewards.value_range import score_range
 from grupo.rewards.verifiers.base import keyword_signature
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 Row = Mapping[str, Any]
 """Dataset columns of one completion."""
@@ -238,7 +238,9 @@ def _described(check: Mapping[str, Any]) -> Check:
         )
     (kind,) = kinds
     if kind not in KINDS:
-        raise ConfigError(f"A rubric knows no test '{kind}'.{nearest(kind, KINDS)} Known tests: {', '.join(KINDS)}.")
+        raise ConfigError(
+            f"A rubric knows no test '{kind}'.{did_you_mean(kind, KINDS)} Known tests: {', '.join(KINDS)}."
+        )
     columns = (check[kind],) if kind.endswith("_column") else ()
     return Check(str(check["name"]), check["points"], KINDS[kind](check[kind]), columns)
 

@@ -27,7 +27,7 @@ def _grown(columns: int) -> int:
     return max(columns + 1, int(columns * GROWTH))
 
 
-class RowCache(Cache):
+class AlignedKVCache(Cache):
     """The cache of the rows that are being decoded, of all layers.
 
     Args:
@@ -36,7 +36,7 @@ class RowCache(Cache):
     """
 
     def __init__(self, prompt: Sequence[tuple[Tensor, Tensor]], slots: int) -> None:
-        self.rows: list[_RowLayer] = [_RowLayer(key, value, slots) for key, value in prompt]
+        self.rows: list[_AlignedLayer] = [_AlignedLayer(key, value, slots) for key, value in prompt]
         super().__init__(layers=list(self.rows))
         self.slots = slots
         self.first: list[int] = []
@@ -98,7 +98,7 @@ class RowCache(Cache):
         self.first = [first + columns for first in self.first]
 
 
-class _RowLayer(CacheLayerMixin):
+class _AlignedLayer(CacheLayerMixin):
     """One layer: (R, k, columns, D) keys and values."""
 
     is_sliding = False

@@ -14,7 +14,7 @@ BLOCK = 128
 """Tokens of the vocabulary; a divisor of most sizes."""
 
 
-class Draw(NamedTuple):
+class SampledTokens(NamedTuple):
     """What one decode step yields, each (R,)."""
 
     token_ids: Tensor
@@ -26,7 +26,7 @@ class Draw(NamedTuple):
     """Nats, of the tempered full softmax."""
 
 
-def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tensor | None = None) -> Draw:
+def sample_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tensor | None = None) -> SampledTokens:
     """Draws by inverse CDF.
 
     Args:
@@ -45,7 +45,7 @@ def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tens
         probs = sampled_log_probs.exp()
     token_ids = probs.argmax(-1) if spec.is_greedy else _inverse_cdf(probs, uniforms)
     index = token_ids.unsqueeze(-1)
-    return Draw(
+    return SampledTokens(
         token_ids,
         log_probs.gather(-1, index).squeeze(-1),
         sampled_log_probs.gather(-1, index).squeeze(-1),
