@@ -213,7 +213,10 @@ def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path, caplog: py
     trainer = make(tmp_path, max_steps=2)
     (tmp_path / UNFINISHED).write_text("a file, so that no folder can be made")
     trainer.train()
-    assert "The checkpoint of step 1 could not be written" in caplog.text and "free some space, or allow writing" in caplog.text
+    assert (
+        "The checkpoint of step 1 could not be written" in caplog.text
+        and "free some space, or allow writing" in caplog.text
+    )
     assert trainer.state.global_step == 2 and not checkpoints(tmp_path)
 
 

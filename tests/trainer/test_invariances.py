@@ -49,7 +49,7 @@ def assert_same_steps(steps: list[Step], expected: list[Step], tolerance: float)
 @pytest.fixture(autouse=True)
 def cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short completions would fill up a micro-batch that has room for long ones."""
-    monkeypatch.setattr(GRPOTrainer, "_longest_row", lambda trainer: None)
+    monkeypatch.setattr("grupo.trainer.components.longest_sequence", lambda *_: None)
 
 
 SPLITS = ((16, 1), (8, 2), (2, 8))

@@ -510,7 +510,7 @@ def test_checkpointing_is_what_the_model_was_asked_for(folder, tmp_path, caplog,
     one.train()
     assert model.is_gradient_checkpointing is is_on is one.forward_backward.checkpointing
     assert not one.forward_backward.offload_activations, "on the CPU they are in host memory already"
-    assert ("GRPOConfig counts" in caplog.text) is (bool(settings))
+    assert ("overrides the model's use_gradient_checkpointing" in caplog.text) is (bool(settings))
 
 
 def test_offload_is_connected_on_an_accelerator(folder, monkeypatch):

@@ -134,7 +134,6 @@ def _forward_backward(
     budget = config.micro_batch_tokens
     if budget is None:
         budget = default_token_budget(base_model(policy.model), accelerator.device, checkpointing=checkpointing)
-    longest_prompt = max((len(row.token_ids) for row in data.train_rows), default=0)
     dtypes = {parameter.dtype for parameter in policy.model.parameters()}
     return ForwardBackward(
         logprob_model=LogprobModel(
@@ -147,7 +146,7 @@ def _forward_backward(
         micro_batch_size=data.plan.micro_batch_size,
         pad_token_id=policy.pad_token_id(),
         pad_to_multiple_of=config.resolved_pad_to_multiple_of,
-        max_sequence_tokens=config.micro_batch_tokens or longest_prompt + config.sampling_spec().max_new_tokens,
+        max_sequence_tokens=config.micro_batch_tokens or longest_sequence(config, data.train_rows),
         token_budget=budget,
         on_token_budget=on_token_budget,
         checkpointing=checkpointing,
@@ -159,6 +158,12 @@ def _forward_backward(
         kl_on_dead_groups=config.kl_on_dead_groups,
         has_entropy_bonus=config.use_adaptive_entropy or config.entropy_coef != 0.0,
     )
+
+
+def longest_sequence(config: GRPOConfig, rows: Sequence[TokenizedRow]) -> int | None:
+    """Tokens of the longest prompt with the longest completion that training can have."""
+    longest_prompt = max((len(row.token_ids) for row in rows), default=0)
+    return longest_prompt + config.sampling_spec().max_new_tokens
 
 
 def kl_reference(config: GRPOConfig, model: Any) -> Reference | None:
