@@ -16,7 +16,8 @@ import torch
 from transformers import TrainerCallback
 
 from grupo import GRPOConfig
-from grupo.algo import compute_advantages, max_variance_subset
+from grupo.algo.advantages import compute_advantages
+from grupo.algo.selection import max_variance_subset
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import NumberedRows, PromptStream, TokenizedRow
 from grupo.errors import ConfigError, DataError, RewardError

@@ -18,7 +18,6 @@ from transformers.trainer_utils import SaveStrategy
 
 from grupo.cli.progress import ProgressLines, say, step_bar
 from grupo.config import GRPOConfig
-from grupo.config.constraints import no_as_text
 from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues
 from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
 from grupo.errors import ConfigError, TrainingError
@@ -33,7 +32,8 @@ from grupo.recipes.build import (
     with_start,
 )
 from grupo.recipes.data import dataset_rows, recipe_rows
-from grupo.recipes.schema import Recipe, to_yaml
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.folder import RunFolder, check_writable
 from grupo.trainer import GRPOTrainer
 from grupo.trainer.setup import as_mapping, load_policy_and_tokenizer
@@ -219,7 +219,7 @@ class Phase:
             args = TrainingArguments(
                 output_dir=str(self.config.output_dir),
                 remove_unused_columns=False,
-                **{**shared, **DEFAULTS, **given, **no_as_text(given)},
+                **{**shared, **DEFAULTS, **given},
             )
         except (TypeError, ValueError, ImportError) as error:
             raise ConfigError(

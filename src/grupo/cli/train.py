@@ -39,7 +39,8 @@ from grupo.recipes.build import (
 )
 from grupo.recipes.data import recipe_rewards, recipe_rows
 from grupo.recipes.reference_answers import usable_rows
-from grupo.recipes.schema import Recipe, to_yaml
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.model_card import model_card
 from grupo.runs.plots import REWARD_CURVE, reward_svg, training_log

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grupo.algo.entropy import EntropyController
-from grupo.algo.losses import Objective
+from grupo.algo.losses import GRPOLoss
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
 from grupo.data.curriculum import AdaptiveStream, Curriculum
@@ -26,7 +26,7 @@ from grupo.policy.reference import Reference, reference_policy
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rollout.collector import RolloutCollector, RolloutResult
 from grupo.rollout.engine import Engine
-from grupo.rollout.groups import AdvantageSettings, DynamicSampling
+from grupo.rollout.groups import DynamicSampling
 from grupo.rollout.local.engine import LocalEngine
 from grupo.runs.completions_table import CompletionTable
 from grupo.runs.folder import RunFolder
@@ -95,7 +95,7 @@ def build(
         collector=collector,
         forward_backward=forward_backward,
         sampling=config.sampling_spec(),
-        advantages=advantage_settings(config),
+        advantages=config.advantage_settings(),
         dynamic_sampling=make_dynamic_sampling(config, stream),
         reference=kl_reference(config, policy.model),
         log=log,
@@ -141,7 +141,7 @@ def _forward_backward(
             temperature=config.training_temperature,
             head_in_float32=config.cast_lm_head_to_fp32,
         ),
-        objective=objective(config),
+        loss_function=GRPOLoss(config.loss_settings()),
         distributed=accelerator,
         micro_batch_size=data.plan.micro_batch_size,
         pad_token_id=policy.pad_token_id(),
@@ -171,17 +171,6 @@ def kl_reference(config: GRPOConfig, model: Any) -> Reference | None:
     return reference_policy(model, config.reference_policy) if config.beta != 0.0 else None
 
 
-def advantage_settings(config: GRPOConfig) -> AdvantageSettings:
-    return AdvantageSettings(
-        weights=None if config.reward_weights is None else tuple(config.reward_weights),
-        scale=config.scale_rewards,
-        aggregation=config.multi_objective_aggregation,
-        mask_truncated=config.mask_truncated_completions,
-        max_failed_share=config.max_failed_reward_share,
-        trained_per_group=config.num_generations_trained,
-    )
-
-
 def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPlan) -> PromptStream:
     """The order of the training prompts; one with a state only where what came of them has a say in it."""
     per_window = plan.prompts_per_rollout * plan.rollouts_per_step
@@ -207,26 +196,6 @@ def make_dynamic_sampling(config: GRPOConfig, stream: PromptStream) -> DynamicSa
         return None
     assert isinstance(stream, AdaptiveStream)
     return DynamicSampling(stream.draw, config.dynamic_sampling_max_rounds)
-
-
-def objective(config: GRPOConfig) -> Objective:
-    return Objective(
-        loss_type=config.loss_type,
-        importance_sampling_level=config.importance_sampling_level,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        delta=config.delta,
-        beta=config.beta,
-        use_bias_correction_kl=config.use_bias_correction_kl,
-        off_policy_mask_threshold=config.off_policy_mask_threshold,
-        sapo_temperature_neg=config.sapo_temperature_neg,
-        sapo_temperature_pos=config.sapo_temperature_pos,
-        vespo_k_pos=config.vespo_k_pos,
-        vespo_lambda_pos=config.vespo_lambda_pos,
-        vespo_k_neg=config.vespo_k_neg,
-        vespo_lambda_neg=config.vespo_lambda_neg,
-        max_completion_length=config.sampling_spec().max_new_tokens,
-    )
 
 
 def entropy_controller(config: GRPOConfig) -> EntropyController | None:

@@ -40,7 +40,7 @@ from grupo.trainer.checks import (
     refuse_unsupported,
     warn_if_updates_underflow,
 )
-from grupo.trainer.components import advantage_settings, build, kl_reference, make_dynamic_sampling, prompt_stream
+from grupo.trainer.components import build, kl_reference, make_dynamic_sampling, prompt_stream
 from grupo.trainer.health import HealthMonitors
 from grupo.trainer.hf_trainer import HFTrainer
 from grupo.trainer.resume_fingerprint import resume_fingerprint
@@ -225,7 +225,7 @@ class GRPOTrainer(HFTrainer):
             rank_slice(len(prompts) * group_size, self.args.world_size, self.args.process_index),
             group_size=group_size,
             sampling=self.config.sampling_spec(),
-            settings=advantage_settings(self.config),
+            settings=self.config.advantage_settings(),
             trainer_state=copy.copy(self.state),
             seed_scope="eval",
             completions_at_once=self.eval_completions_at_once(),

@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from grupo.algo.advantages import AdvantageSettings
 from grupo.config.batch_plan import StepPlan
 from grupo.data.prompts import PromptStream
 from grupo.policy.forward_backward import ForwardBackward
 from grupo.policy.reference import Reference
 from grupo.rollout.collector import RolloutCollector, RolloutResult
-from grupo.rollout.groups import AdvantageSettings, DynamicSampling
+from grupo.rollout.groups import DynamicSampling
 from grupo.rollout.schedule import schedule_completions
 from grupo.sampling import SamplingSpec
 from grupo.trainer.training_log import TrainingLog
@@ -114,7 +115,7 @@ class RolloutWindow:
     def _overlaps_with_rewards(self) -> bool:
         """Whether log-probs are computed while rewards are pending: not where rewards decide what is computed."""
         has_fixed_logprobs = self.plan.steps_per_rollout > 1 or self.reference is not None
-        rewards_decide = self.dynamic_sampling is not None or self.advantages.trained_per_group is not None
+        rewards_decide = self.dynamic_sampling is not None or self.advantages.num_generations_trained is not None
         return has_fixed_logprobs and not rewards_decide and self.collector.rewards.overlaps_logprobs
 
     def _logprobs_while_waiting(
