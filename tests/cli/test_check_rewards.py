@@ -30,11 +30,11 @@ def write_lines(path: Path, entries: list[object]) -> str:
 def test_every_task_is_listed_with_levels_and_a_sample(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"]) == 0
     output = capsys.readouterr().out
-    for name in TASKS:
-        task = make_task(name)
-        assert f"{name}: {task.description} {len(task.train)} training prompts" in output
-        assert f"sample: {task.train[0]['prompt'][0]['content']!r}" in output
-    assert "level 4: 6 numbers up to 100" in output and "-> '" in output and "reasoning-gym:NAME" in output
+    assert re.findall(r"^([\w-]+): ", output, re.M) == list(TASKS) and output.count("sample: ") == len(TASKS)
+    task = make_task("times-tables")
+    assert f"times-tables: {task.description} {len(task.train)} training prompts" in output
+    assert f"sample: {task.train[0]['prompt'][0]['content']!r} -> {task.train[0]['answer']!r}" in output
+    assert "level 4: 6 numbers up to 100" in output and "reasoning-gym:NAME" in output
 
 
 def test_every_reward_is_listed_with_signature_and_range(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from grupo.cli import main
 from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues, that_fit, written
 from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, DataError
-from grupo.recipes.schema import load_recipe
+from grupo.recipes.yaml_io import load_recipe
 from grupo.tasks.registry import make_task
 from grupo.trainer.sft_trainer import NO_LOSS, padded, sft_trainer
 from harness import snapshot
@@ -275,7 +275,7 @@ def test_the_phase_learns_and_leaves_a_whole_adapter(life: Path, model: Path) ->
 def test_grpo_goes_on_with_that_adapter_and_holds_on_to_it(life: Path) -> None:
     first, second = (line for line in metrics(life) if "loss" in line)
     assert abs(first["kl"]) < 1e-5 < abs(second["kl"]), "the reference is the adapter as SFT has left it"
-    assert "adapter as it is at the start" in json.loads((life / "manifest.json").read_text())["reference_policy"]
+    assert "start model with its adapter" in json.loads((life / "manifest.json").read_text())["reference_policy"]
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (life / "sft", life))
     assert before.keys() == after.keys() and all(not torch.equal(before[name], after[name]) for name in before)
     assert json.loads((life / "summary.json").read_text())["eval_after"] is not None

@@ -26,7 +26,7 @@ import grupo
 import grupo.cli.held_out_eval
 from grupo.cli import main
 from grupo.errors import RewardError
-from grupo.recipes.schema import built_in_recipes, load_recipe
+from grupo.recipes.yaml_io import built_in_recipes, load_recipe
 from grupo.rewards.registry import REWARDS
 from tiny import BOS_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 

@@ -18,7 +18,8 @@ from grupo.errors import ExportError
 from grupo.models.peft_io import save_adapter
 from grupo.models.peft_setup import add_adapter
 from grupo.recipes.build import fresh_adapter
-from grupo.recipes.schema import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec, load_recipe
+from grupo.recipes.schema import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec
+from grupo.recipes.yaml_io import load_recipe
 from grupo.rewards import FAULTS, RewardRunner, make_reward
 from grupo.tasks.registry import TASKS, make_task
 from stub_judge import grade, judge_server

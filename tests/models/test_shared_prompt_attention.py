@@ -409,9 +409,9 @@ def variant(kind, family, **config):
 
 
 UNFIT = {
-    "linear attention": (lambda: family_model("Qwen3.5"), "off by"),
-    "drops the layout": (lambda: variant(DropsTheLayout, "Llama"), "does not take packed rows"),
-    "ignores the layout": (lambda: variant(HasItsOwnAttention, "Llama"), "off by"),
+    "linear attention": (lambda: family_model("Qwen3.5"), "log-probs differ by"),
+    "drops the layout": (lambda: variant(DropsTheLayout, "Llama"), "does not accept packed sequences"),
+    "ignores the layout": (lambda: variant(HasItsOwnAttention, "Llama"), "log-probs differ by"),
     "no further keywords": (lambda: variant(NoFurtherKeywords, "Llama"), "no further keywords"),
     # Longer than anything in here: no number could tell.
     "hides its windows": (lambda: variant(HidesItsWindows, "Mistral", sliding_window=256), "sliding windows"),

@@ -207,12 +207,12 @@ def test_equal_rewards_are_no_signal(value, group, scale):
     for rewards in ([value] * group, [np.float32(value)] * group, [noisy[index % 4] for index in range(group)]):
         scores = torch.tensor([[float(reward)] for reward in rewards], dtype=torch.float64)
         result = compute_advantages(scores, [0] * group, scale=scale)
-        assert result.advantages.tolist() == [0.0] * group and not result.live.any()
+        assert result.advantages.tolist() == [0.0] * group and not result.has_signal.any()
 
 
 def test_a_small_difference_is_still_a_signal():
     result = compute_advantages(torch.tensor([[0.7], [0.7], [0.7], [0.7001]], dtype=torch.float64), [0] * 4)
-    assert result.live.all() and result.advantages[3] > 0.3
+    assert result.has_signal.all() and result.advantages[3] > 0.3
 
 
 @pytest.mark.parametrize("kind", [list, np.float32, torch.tensor], ids=["list", "float32", "tensor"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from grupo import GRPOConfig, GRPOTrainer, ScriptedEngine
-from grupo.algo.losses import LossInputs, Objective
+from grupo.algo.losses import GRPOLoss, LossInputs
 from grupo.policy import forward_backward as update
 from grupo.rollout.engine import GenerationRequest
 from grupo.sampling import SamplingSpec
@@ -226,13 +226,13 @@ def fed_in(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
 def recorded_losses(monkeypatch: Any) -> list[LossInputs]:
     """What the loss is computed from, from now on."""
     calls: list[LossInputs] = []
-    inner = Objective.__call__
+    inner = GRPOLoss.__call__
 
-    def keeping(self: Objective, inputs: LossInputs, *args: Any, **kwargs: Any) -> Any:
+    def keeping(self: GRPOLoss, inputs: LossInputs, *args: Any, **kwargs: Any) -> Any:
         calls.append(inputs)
         return inner(self, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(Objective, "__call__", keeping)
+    monkeypatch.setattr(GRPOLoss, "__call__", keeping)
     return calls
 
 

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from grupo import GRPOTrainer
-from grupo.algo.losses import LossInputs, Objective, StepTotals
+from grupo.algo.losses import GRPOLoss, LossInputs, StepTotals
 from grupo.data.prompts import PromptStream
 from grupo.errors import TrainingError
 from grupo.policy import logprob_model as logprob_model_module
@@ -49,7 +49,7 @@ def assert_same_steps(steps: list[Step], expected: list[Step], tolerance: float)
 @pytest.fixture(autouse=True)
 def cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short completions would fill up a micro-batch that has room for long ones."""
-    monkeypatch.setattr(GRPOTrainer, "_longest_row", lambda trainer: None)
+    monkeypatch.setattr("grupo.trainer.components.longest_sequence", lambda *_: None)
 
 
 SPLITS = ((16, 1), (8, 2), (2, 8))
@@ -103,7 +103,7 @@ def test_denominators_of_the_micro_batch_would_be_noticed(
     right = ForwardBackward._loss
 
     def own_totals(update, model, batch, totals, threshold, entropy_coef):
-        passes = -(-totals.rows // update.micro_batch_size) if as_mean_of_means else 1
+        passes = -(-totals.completions // update.micro_batch_size) if as_mean_of_means else 1
         tokens, rows = int(batch.loss_mask.sum()) * passes, int(batch.loss_mask.any(1).sum()) * passes
         return right(update, model, batch, StepTotals(tokens, rows, tokens), threshold, entropy_coef)
 
@@ -341,15 +341,15 @@ def test_the_ratio_is_1_on_a_stored_window(
 ) -> None:
     """Old log-probs are stored numbers here; exp(x - x.detach()) would be 1 whatever was scored."""
     seen: list[LossInputs] = []
-    objective = Objective.__call__
+    loss_function = GRPOLoss.__call__
 
     def recording(self, inputs, totals, **keywords):
         seen.append(inputs)
-        return objective(self, inputs, totals, **keywords)
+        return loss_function(self, inputs, totals, **keywords)
 
     trainer = make_trainer(tmp_path, script=None, temperature=0.7, **window)
     OtherCut(trainer, scoring=scoring, updating=updating)
-    monkeypatch.setattr(Objective, "__call__", recording)
+    monkeypatch.setattr(GRPOLoss, "__call__", recording)
     trainer.train()
     compared = 0
     for inputs in seen:
@@ -641,7 +641,7 @@ def test_epochs_are_permutations_and_the_rest_is_dropped(tmp_path: Path) -> None
     assert trainer.state.global_step == 6 and trainer.plan.dropped_prompts_per_epoch == 1
     first, second = drawn[:6], drawn[6:]
     assert len(set(first)) == len(set(second)) == 6 and first != second
-    stream = trainer.prompt_stream
+    stream = trainer.window.stream
     assert isinstance(stream, PromptStream)
     assert [prompt.content for window in range(6) for prompt in stream.window(window)] == drawn
 

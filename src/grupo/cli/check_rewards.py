@@ -9,7 +9,7 @@ from typing import Any
 
 from grupo.errors import ConfigError, DataError
 from grupo.recipes.data import recipe_rewards, recipe_rows
-from grupo.recipes.schema import built_in_recipes, load_recipe
+from grupo.recipes.yaml_io import built_in_recipes, load_recipe
 from grupo.rewards.answers.extraction import completion_text
 from grupo.rewards.checker.check import check_rewards
 from grupo.rewards.checker.report import RewardReport

@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import load_recipe
+    from grupo.recipes.yaml_io import load_recipe
 
     # A recipe with a mistake is refused before anything slow is imported.
     recipe = load_recipe(options.recipe, options.overrides)
@@ -176,7 +176,7 @@ def _check_place(recipe: str | None, output_dir: str | None) -> None:
 
 
 def _sft(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import load_recipe
+    from grupo.recipes.yaml_io import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
 
@@ -247,14 +247,14 @@ def _check_rewards(options: argparse.Namespace) -> int:
 
 
 def _recipes(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import built_in_recipes, description
+    from grupo.recipes.yaml_io import built_in_recipes, description
 
     _print_list(f"{name}: {description(name)}" for name in built_in_recipes())
     return DONE
 
 
 def _show_recipe(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import built_in_text
+    from grupo.recipes.yaml_io import built_in_text
 
     print(built_in_text(options.name), end="")
     return DONE

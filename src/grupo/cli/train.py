@@ -39,7 +39,8 @@ from grupo.recipes.build import (
 )
 from grupo.recipes.data import recipe_rewards, recipe_rows
 from grupo.recipes.reference_answers import usable_rows
-from grupo.recipes.schema import Recipe, to_yaml
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.model_card import model_card
 from grupo.runs.plots import REWARD_CURVE, reward_svg, training_log
@@ -253,16 +254,16 @@ def _run_training(trainer: GRPOTrainer, console: Console, checkpoint: str | None
 
 
 def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_rows: Rows) -> None:
-    share = trainer.trainable_parameters / trainer.total_parameters
+    share = trainer.policy.trainable_parameters / trainer.policy.total_parameters
     source = recipe.task or recipe.dataset.path  # type: ignore[union-attr]
     name = "SmolLM2-135M-Instruct (the default)" if recipe.model == "default" else recipe.model
-    say(console, f"[bold]model[/]    {escape(name)}, {trainer.total_parameters / 1e6:.1f} M parameters, "
-                 f"{trainer.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})")  # fmt: skip
+    say(console, f"[bold]model[/]    {escape(name)}, {trainer.policy.total_parameters / 1e6:.1f} M parameters, "
+                 f"{trainer.policy.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})")  # fmt: skip
     say(console, f"[bold]task[/]     {escape(source)}: {pluralize(len(trainer.train_rows), 'training prompt')}, "
                  f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
     for line in trainer.plan.describe():
         _say_line(console, line)
-    trainer.told_plan = trainer.told_about_loss = True
+    trainer.printed_plan = trainer.printed_loss_hint = True
     if trainer.reference is not None:
         say(console, f"[bold]KL[/]       against {trainer.reference.description}")
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
@@ -316,7 +317,7 @@ def _write_summary(
         "completions": trainer.state.global_step * trainer.plan.completions_per_step // trainer.plan.num_iterations,
         "tokens": trainer.state.num_input_tokens_seen,
         "peak_rss_bytes": peak_rss_bytes(),
-        "seconds": {**clock.seconds, "total": clock.total(), **trainer.seconds},
+        "seconds": {**clock.seconds, "total": clock.total(), **trainer.training_log.seconds},
         "interrupted": interrupted,
     }
     trainer.run_folder.write_json("summary.json", summary)

@@ -16,16 +16,15 @@ from transformers import SchedulerType
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
+from grupo.algo.registry import LOSSES
 from grupo.errors import ConfigError
 from grupo.utils.messages import did_you_mean
 
 if TYPE_CHECKING:
     from grupo.config.grpo_config import GRPOConfig
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gspo")
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "loss_type": LOSS_TYPES,
+CHOICES: dict[str, Collection[str]] = {
+    "loss_type": LOSSES.keys(),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -42,17 +41,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "hub_strategy": tuple(name.value for name in HubStrategy),
 }
 
-_NO = {**{name: "no" for name, options in CHOICES.items() if "no" in options}, "report_to": "none", "debug": ""}
-
-QUOTES = " In YAML, yes, no, on and off are read as True and False: where text is meant, put it in quotes."
 _MAX_LISTED = 12
 
 _TYPE_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
-
-
-def no_as_text(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The fields with a choice "no" or "none", where YAML has read a bare `no` or `off` as False."""
-    return {name: _NO[name] for name, value in fields.items() if value is False and name in _NO}
 
 
 def check_choices(config: GRPOConfig) -> None:
@@ -63,8 +54,6 @@ def check_choices(config: GRPOConfig) -> None:
 def check_choice(name: str, value: Any, options: Collection[str]) -> None:
     if isinstance(value, str) and value in options:
         return
-    if isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not one of {_listed(options)}.{QUOTES}")
     hint = did_you_mean(value, options)
     if hint and len(options) > _MAX_LISTED:
         raise ConfigError(f"{name}={value!r} is not an option of transformers.{hint}")
@@ -96,8 +85,7 @@ def check_types(config: GRPOConfig, plain_types: Mapping[str, tuple[type, ...]])
         if allowed is None or any(_has_type(value, one) for one in allowed):
             continue
         words = " or ".join(_TYPE_WORDS[one] for one in allowed)
-        hint = QUOTES if isinstance(value, bool) and str in allowed else _type_hint(value)
-        raise ConfigError(f"{field.name}={value!r}: expected {words}.{hint}")
+        raise ConfigError(f"{field.name}={value!r}: expected {words}.{_type_hint(value)}")
 
 
 def _has_type(value: Any, wanted: type) -> bool:
@@ -113,11 +101,11 @@ def _has_type(value: Any, wanted: type) -> bool:
 
 
 def _type_hint(value: Any) -> str:
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return " Text is always true; write it without quotes."
-    if isinstance(value, str):
-        return " In YAML, 1e-6 is text; write 1.0e-6." if "e" in value.lower() else " Write it without quotes."
-    return ""
+    if not isinstance(value, str):
+        return ""
+    if value.lower() in ("true", "false", "yes", "no", "on", "off"):
+        return " Text is always true; write true or false without quotes."
+    return " Write it without quotes."
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from grupo.algo.registry import LOSSES
+
 TABLE_START = "<!-- fields: written by python -m grupo.config.field_support -->"
 TABLE_END = "<!-- end of fields -->"
 
@@ -132,7 +134,7 @@ TRL_ROWS: dict[str, FieldRow] = {
     "reward_weights": _honoured("one per reward function; None: 1 each"),
     "multi_objective_aggregation": _honoured("sum_then_normalize or normalize_then_sum"),
     "scale_rewards": _honoured("group, batch or none; True is group, False is none"),
-    "loss_type": _honoured("TRL's eight, and gspo: grpo with the sequence ratio"),
+    "loss_type": _honoured("a name in the table of losses: TRL's eight, and gspo"),
     "mask_truncated_completions": _honoured("truncated completions leave numerator and denominators"),
     "sync_ref_model": _honoured("reference follows the policy; needs beta above 0"),
     "ref_model_mixup_alpha": _honoured("share of the policy at each sync; needs sync_ref_model"),
@@ -338,7 +340,7 @@ def field_tables(fields: tuple[dataclasses.Field[Any], ...]) -> str:
         ("TRL's GRPOConfig", TRL_ROWS),
         ("transformers' TrainingArguments", TRANSFORMERS_ROWS),
     ]
-    lines: list[str] = []
+    lines = _loss_table()
     for title, rows in sections:
         lines += [f"### Fields: {title}", "", "| field | default | here | |", "| --- | --- | --- | --- |"]
         lines += [
@@ -346,6 +348,19 @@ def field_tables(fields: tuple[dataclasses.Field[Any], ...]) -> str:
         ]
         lines.append("")
     return "\n".join(lines)
+
+
+def _loss_table() -> list[str]:
+    lines = [
+        "### Losses",
+        "",
+        "| loss_type | per-token term | aggregation | reads | |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, spec in LOSSES.items():
+        reads = ", ".join(f"`{setting}`" for setting in sorted(spec.reads))
+        lines.append(f"| `{name}` | {spec.term} | {spec.aggregation} | {reads} | {spec.note} |")
+    return [*lines, ""]
 
 
 def page_with_tables(page: str, tables: str) -> str:

@@ -8,6 +8,7 @@ sampling), or a StepPlan (the batches).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_bitsandbytes_available, is_torch_bf16_gpu_available
 
+from grupo.algo.advantages import AdvantageSettings
+from grupo.algo.terms import LossSettings
 from grupo.chat_templates import check_template_name
 from grupo.config import constraints as config_values
 from grupo.config import validation as rules
@@ -28,6 +31,7 @@ from grupo.sampling import SamplingSpec
 
 _BITSANDBYTES_ADAMW = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 
+Settings = TypeVar("Settings", LossSettings, AdvantageSettings)
 ConfigClass = TypeVar("ConfigClass", bound="type[TrainingArguments]")
 
 
@@ -196,7 +200,7 @@ class GRPOConfig(TrainingArguments):
     # The loss.
 
     loss_type: str = "dapo"
-    """"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", or "gspo": grpo with the sequence ratio."""
+    """Name of the loss: "grpo", "dapo", "dr_grpo", "gspo" or another one of the table of losses in docs/config.md."""
     beta: float = 0.0
     """Coefficient of the KL term towards the reference policy; 0: no reference policy."""
     num_iterations: int = 1
@@ -322,15 +326,15 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._normalise()
         config_values.check_choices(self)
-        rules.check_treatments(self)
+        rules.check_unsupported_fields(self)
         rules.check_launcher()
         plain_types = config_values.plain_types(type(self))
         config_values.check_types(self, plain_types)
         check_template_name(self.chat_template)
         config_values.check_ranges(self, plain_types)
         rules.check_reward_weights(self.reward_weights)
-        rules.check_effects(self)
-        rules.check_pairs(self)
+        rules.check_unused_fields(self)
+        rules.check_conflicts(self)
         self._resolve_checkpointing()
         self._resolve_precision()
         self._resolve_optimizer()
@@ -361,6 +365,16 @@ class GRPOConfig(TrainingArguments):
     def sampling_spec(self) -> SamplingSpec:
         """The sampling settings of training: the fields with generation_kwargs on top."""
         return SamplingSpec(max_new_tokens=self.max_completion_length, **rules.merged_sampling(self))
+
+    def loss_settings(self) -> LossSettings:
+        return self._slice(LossSettings)
+
+    def advantage_settings(self) -> AdvantageSettings:
+        return self._slice(AdvantageSettings)
+
+    def _slice(self, settings_class: type[Settings]) -> Settings:
+        """The fields of this configuration that have the names of the fields of `settings_class`."""
+        return settings_class(**{field.name: getattr(self, field.name) for field in dataclasses.fields(settings_class)})
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -395,7 +409,6 @@ class GRPOConfig(TrainingArguments):
         if "_explicit_fields" not in self.__dict__:  # a dataclass derived from this one has its own __init__
             defaults = rules.defaults_of(type(self))
             self._explicit_fields = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
-        vars(self).update(config_values.no_as_text(vars(self)))
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
         weights: Any = self.reward_weights

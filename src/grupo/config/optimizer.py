@@ -73,7 +73,7 @@ def check_optimizer_arguments(config: GRPOConfig, model: Any = None) -> None:
     needs_model = package is not None
     if config.optim_target_modules is not None and not needs_model:
         raise ConfigError(
-            f"optim_target_modules={config.optim_target_modules!r} has no effect beside optim={name!r}: it is read "
+            f"optim_target_modules={config.optim_target_modules!r} has no effect with optim={name!r}: it is read "
             "only by GaLore and APOLLO. Leave it out."
         )
     if package is not None and importlib.util.find_spec(package) is None:

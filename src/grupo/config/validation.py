@@ -8,12 +8,13 @@ import logging
 import math
 import numbers
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
+from grupo.algo.registry import LOSSES, losses_reading
 from grupo.config.constraints import check_choice
 from grupo.config.field_support import (
     COMPOUND_FIELDS,
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from grupo.config.grpo_config import GRPOConfig
 
 logger = logging.getLogger("grupo")
-
-CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo")
-"""Losses that clip the ratio on both sides."""
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
@@ -88,7 +86,7 @@ def _rename(old: str, value: Any, translated: dict[str, Any], defaults: Mapping[
 # ---- fields that nothing here would read -----------------------------------------------------------------------------
 
 
-def check_treatments(config: GRPOConfig) -> None:
+def check_unsupported_fields(config: GRPOConfig) -> None:
     """Fields that are refused, or without effect, may only have their default."""
     for name, default in defaults_of(type(config)).items():
         value = getattr(config, name)
@@ -129,111 +127,85 @@ def check_launcher() -> None:
 
 
 @dataclass(frozen=True)
-class Effect:
+class FieldCondition:
     """Fields that are read only under a condition on other fields."""
 
     fields: tuple[str, ...]
     is_read: Callable[[GRPOConfig], bool]
     depends_on: tuple[str, ...]
-    """The fields that the condition looks at, for the message."""
+    """Fields that the condition reads, for the message."""
     when: str
-    """The condition in words: 'it is read only ...'."""
+    """The condition in words, after "it is read only"."""
 
 
-def _loss_is(*losses: str) -> Callable[[GRPOConfig], bool]:
-    return lambda config: config.loss_type in losses
+def _loss_reads(name: str) -> Callable[[GRPOConfig], bool]:
+    return lambda config: name in LOSSES[config.loss_type].reads
 
 
-def _has_kl(config: GRPOConfig) -> bool:
-    return config.beta != 0
+def field_conditions() -> Iterator[FieldCondition]:
+    """The conditions of the losses, from their registry, followed by `CONDITIONS`."""
+    for name in sorted(frozenset().union(*(spec.reads for spec in LOSSES.values()))):
+        when = f"with loss_type {', '.join(map(repr, losses_reading(name)))}"
+        yield FieldCondition((name,), _loss_reads(name), ("loss_type",), when)
+    yield from CONDITIONS
 
 
-def _reads_ratio_level(config: GRPOConfig) -> bool:
-    # VESPO weighs by its own sequence ratio, and the KL correction uses each token's own.
-    return config.loss_type != "vespo"
-
-
-EFFECTS: tuple[Effect, ...] = (
-    Effect(
-        ("epsilon", "delta"),
-        _loss_is(*CLIPPED_LOSSES),
-        ("loss_type",),
-        f"by losses that clip the ratio on both sides: {', '.join(CLIPPED_LOSSES)}",
-    ),
-    Effect(
-        ("epsilon_high",),
-        _loss_is(*CLIPPED_LOSSES, "cispo"),
-        ("loss_type",),
-        f"by losses that clip the ratio: {', '.join(CLIPPED_LOSSES)}, cispo",
-    ),
-    Effect(("sapo_temperature_neg", "sapo_temperature_pos"), _loss_is("sapo"), ("loss_type",), "with loss_type='sapo'"),
-    Effect(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        _loss_is("vespo"),
-        ("loss_type",),
-        "with loss_type='vespo'",
-    ),
-    Effect(
-        ("importance_sampling_level",),
-        _reads_ratio_level,
-        ("loss_type",),
-        "by other losses (vespo always weighs by a sequence ratio)",
-    ),
-    Effect(
+CONDITIONS: tuple[FieldCondition, ...] = (
+    FieldCondition(
         ("scale_rewards",),
         lambda config: config.multi_objective_aggregation == "sum_then_normalize",
         ("multi_objective_aggregation",),
         "with 'sum_then_normalize'; the other one always scales each reward by its group and the sum by the batch",
     ),
-    Effect(
+    FieldCondition(
         ("use_bias_correction_kl", "kl_on_dead_groups", "sync_ref_model", "reference_policy"),
-        _has_kl,
+        lambda config: config.beta != 0,
         ("beta",),
         "with beta above 0",
     ),
-    Effect(
+    FieldCondition(
         ("ref_model_mixup_alpha", "ref_model_sync_steps"),
         lambda config: config.sync_ref_model,
         ("sync_ref_model",),
         "with sync_ref_model=True",
     ),
-    Effect(
+    FieldCondition(
         ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
         lambda config: config.use_adaptive_entropy,
         ("use_adaptive_entropy",),
         "with use_adaptive_entropy=True",
     ),
-    Effect(
+    FieldCondition(
         ("dynamic_sampling_max_rounds",),
         lambda config: config.dynamic_sampling,
         ("dynamic_sampling",),
         "with dynamic_sampling=True",
     ),
-    Effect(
+    FieldCondition(
         ("curriculum_threshold", "curriculum_window", "curriculum_success_reward"),
         lambda config: config.curriculum_column is not None,
         ("curriculum_column",),
         "with a curriculum_column",
     ),
-    Effect(
+    FieldCondition(
         ("shuffle_dataset",),
         lambda config: config.curriculum_column is None,
         ("curriculum_column",),
         "without a curriculum, whose unlocked prompts are always drawn in a random order",
     ),
-    Effect(
+    FieldCondition(
         ("overlong_prompts",),
         lambda config: config.max_prompt_length is not None,
         ("max_prompt_length",),
         "with a max_prompt_length",
     ),
-    Effect(
+    FieldCondition(
         ("num_completions_to_print", "log_unique_prompts"),
         lambda config: config.log_completions,
         ("log_completions",),
         "with log_completions=True",
     ),
-    Effect(
+    FieldCondition(
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
         lambda config: config.gradient_checkpointing is not False and config.activation_checkpointing is not False,
         ("gradient_checkpointing",),
@@ -242,18 +214,18 @@ EFFECTS: tuple[Effect, ...] = (
 )
 
 
-def check_effects(config: GRPOConfig) -> None:
-    """An option that nothing would read may only have its default."""
+def check_unused_fields(config: GRPOConfig) -> None:
+    """A field that nothing would read must have its default."""
     defaults = defaults_of(type(config))
-    for effect in EFFECTS:
-        if effect.is_read(config):
+    for condition in field_conditions():
+        if condition.is_read(config):
             continue
-        beside = " and ".join(f"{name}={getattr(config, name)!r}" for name in effect.depends_on)
-        for name in effect.fields:
+        given = " and ".join(f"{name}={getattr(config, name)!r}" for name in condition.depends_on)
+        for name in condition.fields:
             value = getattr(config, name)
             if value != defaults[name]:
                 raise ConfigError(
-                    f"{name}={value!r} has no effect beside {beside}: it is read only {effect.when}. Leave it at its "
+                    f"{name}={value!r} has no effect with {given}: it is read only {condition.when}. Leave it at its "
                     f"default, {defaults[name]!r}, or change what it depends on."
                 )
 
@@ -261,15 +233,15 @@ def check_effects(config: GRPOConfig) -> None:
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def check_pairs(config: GRPOConfig) -> None:
+def check_conflicts(config: GRPOConfig) -> None:
     """Settings that contradict each other."""
     _check_order(config, "entropy_coef_min", "entropy_coef_max")
     _check_order(config, "logprob_gap_warn", "logprob_gap_stop")
-    level = config.importance_sampling_level
-    if config.loss_type == "gspo" and level != "sequence" and "importance_sampling_level" in config.explicit_fields:
+    loss, level = LOSSES[config.loss_type], config.importance_sampling_level
+    if loss.level not in (None, level) and "importance_sampling_level" in config.explicit_fields:
         raise ConfigError(
-            f"loss_type='gspo' is the grpo loss with the sequence ratio, and importance_sampling_level={level!r} was "
-            "set beside it. Remove it, or set loss_type='grpo'."
+            f"loss_type={config.loss_type!r} is {loss.note} and always has importance_sampling_level={loss.level!r}, "
+            f"but importance_sampling_level={level!r} was set. Remove it, or choose another loss_type."
         )
     if config.scoring_dropout and config.disable_dropout:
         raise ConfigError("scoring_dropout=True and disable_dropout=True contradict each other: set one of them.")
@@ -358,15 +330,11 @@ def check_accelerator_config(values: Mapping[str, Any], defaults: Mapping[str, A
 
 
 def warn_unusual(config: GRPOConfig) -> None:
-    """Combinations that run, and are seldom meant."""
-    if config.loss_type == "luspo" and config.importance_sampling_level != "sequence":
-        logger.warning("loss_type='luspo' is meant with importance_sampling_level='sequence' (arXiv 2602.05261).")
-    if config.importance_sampling_level == "sequence" and config.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        logger.warning(
-            "importance_sampling_level='sequence' with loss_type=%r weighs each completion by its length. "
-            "loss_type='gspo' weighs completions alike (arXiv 2507.18071).",
-            config.loss_type,
-        )
+    """Warns about combinations that work but are rarely intended."""
+    level = config.importance_sampling_level
+    caution = LOSSES[config.loss_type].cautions.get(level)
+    if caution is not None:
+        logger.warning("loss_type=%r with importance_sampling_level=%r: %s.", config.loss_type, level, caution)
 
 
 # ---- generation_kwargs -----------------------------------------------------------------------------------------------

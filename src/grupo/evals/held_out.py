@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grupo.algo.advantages import AdvantageSettings
 from grupo.data.prompts import TokenizedRow
 from grupo.errors import RewardError
 from grupo.evals.statistics import Interval, clustered_interval
 from grupo.rollout.collector import RolloutCollector
-from grupo.rollout.groups import AdvantageSettings
 from grupo.rollout.schedule import rank_slice
 from grupo.sampling import SamplingSpec
 from grupo.types import Group, group_record
@@ -89,12 +89,7 @@ def evaluate_held_out(
         [prompt * samples_per_prompt + place for prompt in own_prompts for place in range(samples_per_prompt)],
         group_size=samples_per_prompt,
         sampling=sampling,
-        settings=AdvantageSettings(
-            weights=None if weights is None else tuple(weights),
-            scale="none",
-            aggregation="sum_then_normalize",
-            max_failed_share=0.0,
-        ),
+        settings=AdvantageSettings(reward_weights=weights, scale_rewards="none", max_failed_reward_share=0.0),
         seed_scope="held-out",
         completions_at_once=completions_at_once,
     )

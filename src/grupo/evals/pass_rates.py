@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from grupo.algo.advantages import AdvantageSettings
 from grupo.data.curriculum import is_success
 from grupo.data.prompts import plain_rows, row_numbers
-from grupo.rollout.groups import AdvantageSettings
 from grupo.rollout.schedule import rank_slice
 
 if TYPE_CHECKING:
@@ -43,10 +43,9 @@ def measured_pass_rates(
         group_size=samples,
         sampling=config.sampling_spec(),
         settings=AdvantageSettings(
-            weights=None if config.reward_weights is None else tuple(config.reward_weights),
-            scale="none",
-            aggregation="sum_then_normalize",
-            max_failed_share=config.max_failed_reward_share,
+            reward_weights=config.reward_weights,
+            scale_rewards="none",
+            max_failed_reward_share=config.max_failed_reward_share,
         ),
         seed_scope="pass rate",
         completions_at_once=trainer.plan.completions_per_rollout // world_size,

@@ -1,9 +1,10 @@
-"""From samples to micro-batches: the only place that pads, packs and builds masks."""
+"""Training samples to micro-batches: the only module that pads, packs and builds masks."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,16 +23,16 @@ def micro_batches(
     token_budget: int | None = None,
     packed: bool = False,
 ) -> Iterator[list[TrainingSample]]:
-    """Cuts samples into micro-batches. Losses do not depend on the order or on the cuts.
+    """Splits samples into micro-batches. Losses depend neither on the order nor on the split.
 
     Args:
-        micro_batch_size: most completions of a micro-batch.
-        max_sequence_tokens: most tokens of a prompt with one completion. Packed micro-batches may then hold the tokens
-            of `micro_batch_size` such sequences, however many completions these are.
-        token_budget: most tokens of a micro-batch, padding included; a single completion above it stands alone.
-            None: no limit.
-        packed: completions of one prompt stand together and count its tokens once. Otherwise rows of similar length
-            stand together, so that little is padded.
+        micro_batch_size: maximum number of completions per micro-batch.
+        max_sequence_tokens: maximum number of tokens of a prompt with one completion. If given, packed micro-batches
+            are limited to the tokens of `micro_batch_size` such sequences, and not in their number of completions.
+        token_budget: maximum number of tokens per micro-batch, padding included; a single completion above it gets a
+            micro-batch of its own. None: no limit.
+        packed: completions of one prompt share a micro-batch and count its tokens once. Otherwise sequences of similar
+            length share a micro-batch, to keep padding small.
     """
     if packed:
         if max_sequence_tokens is not None:
@@ -39,11 +40,11 @@ def micro_batches(
             micro_batch_size, token_budget = len(samples), room if token_budget is None else min(room, token_budget)
         yield from _packed_batches(samples, micro_batch_size, token_budget)
         return
-    ordered = sorted(samples, key=_row_length, reverse=True)
+    ordered = sorted(samples, key=_sequence_length, reverse=True)
     start = 0
     while start < len(ordered):
-        # The first row is the longest, and all are padded to it.
-        fitting = micro_batch_size if token_budget is None else max(1, token_budget // _row_length(ordered[start]))
+        # The first sequence is the longest, and all others are padded to its length.
+        fitting = micro_batch_size if token_budget is None else max(1, token_budget // _sequence_length(ordered[start]))
         stop = start + min(micro_batch_size, fitting)
         yield ordered[start:stop]
         start = stop
@@ -71,19 +72,19 @@ def largest_micro_batch(
 
 
 def _packed_batches(
-    samples: Sequence[TrainingSample], rows: int, token_budget: int | None
+    samples: Sequence[TrainingSample], max_completions: int, token_budget: int | None
 ) -> Iterator[list[TrainingSample]]:
-    budget = token_budget or sum(map(_row_length, samples))
+    budget = token_budget or sum(map(_sequence_length, samples))
     pieces = [
         piece
         for members in _by_prompt(samples)
-        for piece in _split_group(sorted(members, key=_completion_length, reverse=True), rows, budget)
+        for piece in _split_group(sorted(members, key=_completion_length, reverse=True), max_completions, budget)
     ]
     batch: list[TrainingSample] = []
     used = 0
     for piece in sorted(pieces, key=lambda piece: _completion_length(piece[0]), reverse=True):
         tokens = len(piece[0].prompt_ids) + sum(map(_completion_length, piece))
-        if batch and (len(batch) + len(piece) > rows or used + tokens > budget):
+        if batch and (len(batch) + len(piece) > max_completions or used + tokens > budget):
             yield [sample for members in _by_prompt(batch) for sample in members]
             batch, used = [], 0
         batch, used = [*batch, *piece], used + tokens
@@ -91,25 +92,25 @@ def _packed_batches(
         yield [sample for members in _by_prompt(batch) for sample in members]
 
 
-def _split_group(group: Sequence[TrainingSample], rows: int, budget: int) -> list[list[TrainingSample]]:
-    """Completions of one prompt, longest first, in as few pieces as fit; about as many tokens in each.
+def _split_group(group: Sequence[TrainingSample], max_completions: int, budget: int) -> list[list[TrainingSample]]:
+    """Splits completions of one prompt, longest first, into as few pieces as fit, of about equal size in tokens.
 
-    A piece more is a prompt computed once more.
+    Each additional piece computes the prompt once more.
     """
     room = min(max(budget - len(group[0].prompt_ids), 1), sum(map(_completion_length, group)))
-    fewest = len(_pack(group, rows, room))
-    # The smallest room that takes no more pieces makes them even.
-    smallest = bisect.bisect_left(range(room), True, key=lambda tokens: len(_pack(group, rows, tokens)) <= fewest)
-    return _pack(group, rows, smallest)
+    split = functools.partial(_pack, group, max_completions)
+    fewest = len(split(room))
+    # The smallest room that needs no additional piece makes the pieces even.
+    return split(bisect.bisect_left(range(room), True, key=lambda tokens: len(split(tokens)) <= fewest))
 
 
-def _pack(group: Sequence[TrainingSample], rows: int, room: int) -> list[list[TrainingSample]]:
-    """Piece after piece of at most `rows` completions and `room` tokens; a longer completion stands alone."""
+def _pack(group: Sequence[TrainingSample], max_completions: int, room: int) -> list[list[TrainingSample]]:
+    """Fills pieces of at most `max_completions` completions and `room` tokens; a longer completion has its own."""
     pieces: list[list[TrainingSample]] = []
     used = 0
     for sample in group:
         length = _completion_length(sample)
-        if not pieces or len(pieces[-1]) == rows or used + length > room:
+        if not pieces or len(pieces[-1]) == max_completions or used + length > room:
             pieces.append([])
             used = 0
         pieces[-1].append(sample)
@@ -118,14 +119,14 @@ def _pack(group: Sequence[TrainingSample], rows: int, room: int) -> list[list[Tr
 
 
 def _by_prompt(samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
-    """Samples whose prompts have the same tokens, which is all that sharing takes."""
+    """Groups samples by the tokens of their prompts: equal tokens are all that sharing a prompt requires."""
     groups: dict[tuple[int, ...], list[TrainingSample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt_ids, []).append(sample)
     return list(groups.values())
 
 
-def _row_length(sample: TrainingSample) -> int:
+def _sequence_length(sample: TrainingSample) -> int:
     return len(sample.prompt_ids) + len(sample.completion_ids)
 
 
@@ -142,11 +143,11 @@ def collate(
     pad_to_multiple_of: int | None = None,
     packed: bool = False,
 ) -> MicroBatch:
-    """One micro-batch of padded rows, or one packed row in which neighbours with the same prompt share it.
+    """One micro-batch: padded sequences, or one packed sequence in which neighbours with the same prompt share it.
 
     Args:
-        dtype: of all numbers but token ids.
-        pad_to_multiple_of: rounds S up, for devices that compile once per shape.
+        dtype: dtype of advantages and log-probs.
+        pad_to_multiple_of: rounds S up to a multiple, for devices that compile once per shape.
     """
     multiple = pad_to_multiple_of or 1
     completions = [sample.completion_ids for sample in samples]
@@ -154,11 +155,9 @@ def collate(
     prompt_lengths = torch.tensor([len(sample.prompt_ids) for sample in samples])
     completion_mask = _length_mask(completion_lengths)
     has_loss = torch.tensor([sample.has_loss for sample in samples])
-    tokens: dict[str, Any] = (
-        _packed_row(samples, pad_token_id, multiple) if packed else _padded_rows(samples, pad_token_id, multiple)
-    )
+    lay_out = _packed_sequence if packed else _padded_sequences
     batch = MicroBatch(
-        **tokens,
+        **lay_out(samples, pad_token_id, multiple),
         lengths=prompt_lengths + completion_lengths,
         prompt_lengths=prompt_lengths,
         completion_ids=_pad_right(completions, pad_token_id, torch.long),
@@ -173,7 +172,7 @@ def collate(
     return to_device(batch, device)
 
 
-def _padded_rows(samples: Sequence[TrainingSample], pad_token_id: int, multiple: int) -> dict[str, Any]:
+def _padded_sequences(samples: Sequence[TrainingSample], pad_token_id: int, multiple: int) -> dict[str, Any]:
     rows = [(*sample.prompt_ids, *sample.completion_ids) for sample in samples]
     input_ids = _pad_right(rows, pad_token_id, torch.long, multiple)
     logit_indices = [
@@ -190,7 +189,7 @@ def _padded_rows(samples: Sequence[TrainingSample], pad_token_id: int, multiple:
     }
 
 
-def _packed_row(samples: Sequence[TrainingSample], pad_token_id: int, multiple: int) -> dict[str, Any]:
+def _packed_sequence(samples: Sequence[TrainingSample], pad_token_id: int, multiple: int) -> dict[str, Any]:
     ids: list[int] = []
     positions: list[int] = []
     logit_indices: list[int] = []
@@ -205,7 +204,7 @@ def _packed_row(samples: Sequence[TrainingSample], pad_token_id: int, multiple: 
             first = len(ids)
             ids.extend(sample.completion_ids)
             positions.extend(range(len(prompt), len(prompt) + len(sample.completion_ids)))
-            # The first token is predicted by the prompt's last one, which all completions share.
+            # The prompt's last token, which all its completions share, predicts their first tokens.
             logit_indices.extend([last_of_prompt, *range(first, len(ids) - 1)])
         groups.append(GroupSpan(start, len(prompt), tuple(map(_completion_length, members))))
     num_tokens = len(ids)
@@ -220,7 +219,7 @@ def _packed_row(samples: Sequence[TrainingSample], pad_token_id: int, multiple: 
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The same micro-batch on another device; every field, by iterating over them."""
+    """Copies a micro-batch to another device."""
     values: dict[str, Any] = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     moved: dict[str, Any] = {
         name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()
@@ -229,7 +228,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def _length_mask(lengths: Tensor) -> Tensor:
-    """(B, T) bool, True on the first `lengths` positions of each row."""
+    """(B, T) bool, True at the first `lengths` positions of each completion."""
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
 

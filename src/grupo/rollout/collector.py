@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from grupo.algo.advantages import AdvantageSettings
 from grupo.data.prompts import Outcome, reward_columns
 from grupo.errors import RewardError, TrainingError
 from grupo.metrics import AllGather, MetricAccumulator, merge_metrics
@@ -21,7 +22,6 @@ from grupo.rewards.execution.results import RewardFailure, RewardTable
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
 from grupo.rollout.groups import (
-    AdvantageSettings,
     CompletionStats,
     DynamicSampling,
     RolloutGroups,
@@ -131,7 +131,7 @@ class RolloutCollector:
             )
             own_prompts = [groups.prompts[index // group_size] for index in indices]
             groups.add(self._sampling_round(indices, own_prompts, generate, settings, trainer_state, while_waiting))
-            _check_failures(groups.rounds, settings.max_failed_share)
+            _check_failures(groups.rounds, settings.max_failed_reward_share)
 
         sample(completion_indices)
         if dynamic_sampling is not None:
@@ -178,7 +178,9 @@ class RolloutCollector:
             # The work has collectives of its own: either all ranks start it, or none.
             _raise_first(self.all_gather(_as_message(error)), error)
             assert completions is not None
-            samples = _samples_without_rewards(indices, prompts, completions, mask_truncated=settings.mask_truncated)
+            samples = _samples_without_rewards(
+                indices, prompts, completions, mask_truncated=settings.mask_truncated_completions
+            )
             overlapped = _OverlappedWork(functools.partial(while_waiting, samples))
         table: RewardTable | None = None
         rollouts: dict[int, Rollout] = {}

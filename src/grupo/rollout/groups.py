@@ -14,24 +14,11 @@ from typing import Any
 
 import torch
 
-from grupo.algo.advantages import Advantages, compute_advantages
+from grupo.algo.advantages import Advantages, AdvantageSettings, compute_advantages
 from grupo.algo.selection import max_variance_subset
 from grupo.metrics import MetricAccumulator
 from grupo.rewards.execution.results import RewardFailure
 from grupo.types import Group, Prompt, RewardStatus, Rollout, TrainingSample, group_by_prompt
-
-
-@dataclass(frozen=True)
-class AdvantageSettings:
-    """How rewards become advantages, which completions are left out of the loss, and how many rewards may fail."""
-
-    weights: tuple[float, ...] | None
-    scale: str
-    aggregation: str
-    mask_truncated: bool = False
-    max_failed_share: float = 1.0
-    trained_per_group: int | None = None
-    """Completions per group in the loss, those whose advantages vary most; None: all."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +93,7 @@ class RolloutGroups:
         result = group_advantages(list(self._stats.values()), self.settings)
         self._rewards = dict(zip(self._stats, known_rewards(result), strict=True))
         self._advantages = dict(zip(self._stats, result.advantages.tolist(), strict=True))
-        self._has_signal = dict(zip(self._stats, result.live.tolist(), strict=True))
+        self._has_signal = dict(zip(self._stats, result.has_signal.tolist(), strict=True))
         self._in_loss = self._indices_in_loss()
 
     def zero_variance_groups(self) -> list[int]:
@@ -155,17 +142,17 @@ class RolloutGroups:
         return list(itertools.chain.from_iterable(one.stats.values() for one in self.rounds))
 
     def _indices_in_loss(self) -> set[int]:
-        """Completions with a known reward that are not masked and, with `trained_per_group`, selected; of all ranks."""
+        """Completions of all ranks with a known reward, not masked, and selected by `num_generations_trained`."""
         candidates: dict[int, list[int]] = {}
         for index, stats in self._stats.items():
-            if self._rewards[index] is not None and not (self.settings.mask_truncated and stats.truncated):
+            if self._rewards[index] is not None and not (self.settings.mask_truncated_completions and stats.truncated):
                 candidates.setdefault(index // self.group_size, []).append(index)
-        if self.settings.trained_per_group is None:
+        if self.settings.num_generations_trained is None:
             return set(itertools.chain.from_iterable(candidates.values()))
         selected: set[int] = set()
         for indices in candidates.values():
             advantages = [self._advantages[index] for index in indices]
-            selected.update(indices[n] for n in max_variance_subset(advantages, self.settings.trained_per_group))
+            selected.update(indices[n] for n in max_variance_subset(advantages, self.settings.num_generations_trained))
         return selected
 
     def _groups(self, rollouts: Mapping[int, Rollout]) -> tuple[Group, ...]:
@@ -187,9 +174,9 @@ def group_advantages(stats: Sequence[CompletionStats], settings: AdvantageSettin
     return compute_advantages(
         torch.tensor(scores, dtype=torch.float64),
         [one.prompt_id for one in stats],
-        weights=settings.weights,
-        scale=settings.scale,
-        aggregation=settings.aggregation,
+        weights=settings.reward_weights,
+        scale=settings.scale_rewards,
+        aggregation=settings.multi_objective_aggregation,
         failed=torch.tensor([one.failed for one in stats]),
     )
 

@@ -69,7 +69,7 @@ def _add_rewards(metrics: MetricAccumulator, stats: Sequence[CompletionStats], a
     rewards = [reward for reward in known_rewards(advantages) if reward is not None]
     _add_mean_and_std(metrics, "reward", "reward_std", rewards)
     prompt_ids = [one.prompt_id for one in stats]
-    has_signal = dict(zip(prompt_ids, advantages.live.tolist(), strict=True))
+    has_signal = dict(zip(prompt_ids, advantages.has_signal.tolist(), strict=True))
     metrics.add("frac_reward_zero_std", 1.0 - sum(has_signal.values()) / len(has_signal), len(has_signal))
     stds = dict(zip(prompt_ids, advantages.group_std.tolist(), strict=True))
     known = [std for std in stds.values() if not math.isnan(std)]
