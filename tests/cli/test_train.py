@@ -374,7 +374,7 @@ def test_a_dry_run_leaves_nothing(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert train(model, tmp_path / "run", flags=("--dry-run",)) == 0
     output = capsys.readouterr().out
     assert "2 optimizer steps, 16 completions" in output and "83 training prompts, 38 held out" in output
-    assert "memory: about " in output and "free beside the loaded model: " in output
+    assert "memory: about " in output and "free next to the loaded model: " in output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -36,7 +36,7 @@ from grupo.recipes.schema import Recipe
 from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.folder import RunFolder, check_writable
 from grupo.trainer import GRPOTrainer
-from grupo.trainer.setup import mapping, policy
+from grupo.trainer.setup import as_mapping, load_policy_and_tokenizer
 from grupo.trainer.sft_trainer import sft_trainer
 from grupo.utils.files import move_files
 from grupo.utils.messages import pluralize
@@ -82,10 +82,10 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
     phase = Phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     say(console, phase.describe())
     set_seed(config.seed)
-    model, tokenizer = policy(
+    model, tokenizer = load_policy_and_tokenizer(
         start_model(recipe), config, quantization_config=quantization(recipe), peft_config=fresh_adapter(recipe)
     )
-    shown = demonstrations(phase.shown, PromptTokenizer(tokenizer, mapping(config.chat_template_kwargs)))
+    shown = demonstrations(phase.shown, PromptTokenizer(tokenizer, as_mapping(config.chat_template_kwargs)))
     if not dry_run:
         RunFolder(folder, rank=config.process_index).open(resumed=False)
         phase.run(model, tokenizer, shown, Path(folder), console)
@@ -134,7 +134,7 @@ def check_phase(recipe: Recipe, folder: Path, *, primed: str | None) -> None:
 
 def prime(phase: Phase, trainer: GRPOTrainer, console: Console, *, dry_run: bool) -> None:
     """The supervised phase of a GRPO run, on the trainer's own model, which is then its reference policy as well."""
-    shown = demonstrations(phase.shown, trainer.prompt_tokenizer)
+    shown = demonstrations(phase.shown, trainer.policy.prompt_tokenizer)
     say(console, phase.describe())
     if dry_run:
         return

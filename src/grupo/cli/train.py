@@ -45,7 +45,7 @@ from grupo.runs.checkpoint import UNFINISHED
 from grupo.runs.model_card import model_card
 from grupo.runs.plots import REWARD_CURVE, reward_svg, training_log
 from grupo.trainer import GRPOTrainer
-from grupo.trainer.memory_estimate import memory_estimate, shown
+from grupo.trainer.memory_estimate import format_bytes, memory_estimate
 from grupo.utils.files import move_files, write_errors_as
 from grupo.utils.messages import pluralize
 
@@ -254,16 +254,16 @@ def _run_training(trainer: GRPOTrainer, console: Console, checkpoint: str | None
 
 
 def _introduce(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_rows: Rows) -> None:
-    share = trainer.trainable_parameters / trainer.total_parameters
+    share = trainer.policy.trainable_parameters / trainer.policy.total_parameters
     source = recipe.task or recipe.dataset.path  # type: ignore[union-attr]
     name = "SmolLM2-135M-Instruct (the default)" if recipe.model == "default" else recipe.model
-    say(console, f"[bold]model[/]    {escape(name)}, {trainer.total_parameters / 1e6:.1f} M parameters, "
-                 f"{trainer.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})")  # fmt: skip
+    say(console, f"[bold]model[/]    {escape(name)}, {trainer.policy.total_parameters / 1e6:.1f} M parameters, "
+                 f"{trainer.policy.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})")  # fmt: skip
     say(console, f"[bold]task[/]     {escape(source)}: {pluralize(len(trainer.train_rows), 'training prompt')}, "
                  f"{len(held_out_rows)} held out; rewards {', '.join(trainer.rewards.names)}")  # fmt: skip
     for line in trainer.plan.describe():
         _say_line(console, line)
-    trainer.told_plan = trainer.told_about_loss = True
+    trainer.printed_plan = trainer.printed_loss_hint = True
     if trainer.reference is not None:
         say(console, f"[bold]KL[/]       against {trainer.reference.description}")
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
@@ -290,12 +290,12 @@ def _tell_memory(console: Console, trainer: GRPOTrainer, held_out: Evaluation | 
         checkpointing=bool(trainer.args.gradient_checkpointing),
     )
     if estimate is None:
-        say(console, "memory: not known, as the configuration of this model does not tell the sizes of its layers")
+        say(console, "memory: not known, because the configuration of this model does not give the sizes of its layers")
         return
     for line in estimate.describe():
         _say_line(console, line)
     if free is not None:
-        say(console, estimate.warning(free) or f"  free beside the loaded model: {shown(free)}")
+        say(console, estimate.warning(free) or f"  free next to the loaded model: {format_bytes(free)}")
 
 
 def _write_summary(
@@ -317,7 +317,7 @@ def _write_summary(
         "completions": trainer.state.global_step * trainer.plan.completions_per_step // trainer.plan.num_iterations,
         "tokens": trainer.state.num_input_tokens_seen,
         "peak_rss_bytes": peak_rss_bytes(),
-        "seconds": {**clock.seconds, "total": clock.total(), **trainer.seconds},
+        "seconds": {**clock.seconds, "total": clock.total(), **trainer.training_log.seconds},
         "interrupted": interrupted,
     }
     trainer.run_folder.write_json("summary.json", summary)
