@@ -158,7 +158,7 @@ def test_a_list_may_be_cut_off_by_its_reader() -> None:
 def test_a_command_is_asked_for_with_the_list_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([])
-    assert "train by a recipe" in capsys.readouterr().err
+    assert "train with a recipe" in capsys.readouterr().err
 
 
 def test_env_shows_versions_and_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
@@ -374,7 +374,7 @@ def test_a_dry_run_leaves_nothing(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert train(model, tmp_path / "run", flags=("--dry-run",)) == 0
     output = capsys.readouterr().out
     assert "2 optimizer steps, 16 completions" in output and "83 training prompts, 38 held out" in output
-    assert "memory: about " in output and "free with the model loaded: " in output
+    assert "memory: about " in output and "free next to the loaded model: " in output
     assert list(tmp_path.iterdir()) == []
 
 

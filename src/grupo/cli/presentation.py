@@ -27,13 +27,13 @@ from grupo.utils.messages import pluralize
 
 
 def print_header(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_out_rows: Rows) -> None:
-    share = trainer.trainable_parameters / trainer.total_parameters
+    share = trainer.policy.trainable_parameters / trainer.policy.total_parameters
     source = recipe.task or recipe.dataset.path  # type: ignore[union-attr]
     name = "SmolLM2-135M-Instruct (the default)" if recipe.model == "default" else recipe.model
     print_line(
         console,
-        f"[bold]model[/]    {escape(name)}, {trainer.total_parameters / 1e6:.1f} M parameters, "
-        f"{trainer.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})",
+        f"[bold]model[/]    {escape(name)}, {trainer.policy.total_parameters / 1e6:.1f} M parameters, "
+        f"{trainer.policy.trainable_parameters / 1e6:.2f} M of them trainable ({share:.2%})",
     )
     print_line(
         console,
@@ -42,7 +42,7 @@ def print_header(console: Console, recipe: Recipe, trainer: GRPOTrainer, held_ou
     )
     for line in trainer.plan.describe():
         _print_named(console, line)
-    trainer.told_plan = trainer.told_about_loss = True
+    trainer.printed_plan = trainer.printed_loss_hint = True
     if trainer.reference is not None:
         print_line(console, f"[bold]KL[/]       against {trainer.reference.description}")
     steps = trainer.plan.total_steps(trainer.config.num_train_epochs, trainer.config.max_steps)
@@ -68,12 +68,14 @@ def print_memory(console: Console, trainer: GRPOTrainer, evaluation: Evaluation 
         checkpointing=bool(trainer.args.gradient_checkpointing),
     )
     if estimate is None:
-        print_line(console, "memory: unknown, because this model's configuration does not give the sizes of its layers")
+        print_line(
+            console, "memory: not known, because the configuration of this model does not give the sizes of its layers"
+        )
         return
     for line in estimate.describe():
         _print_named(console, line)
     if free is not None:
-        print_line(console, estimate.warning(free) or f"  free with the model loaded: {format_bytes(free)}")
+        print_line(console, estimate.warning(free) or f"  free next to the loaded model: {format_bytes(free)}")
 
 
 def _print_named(console: Console, line: str) -> None:

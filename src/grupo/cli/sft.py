@@ -28,7 +28,7 @@ from grupo.recipes.schema import Recipe
 from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.folder import RunFolder, check_writable
 from grupo.trainer import GRPOTrainer
-from grupo.trainer.setup import mapping, policy
+from grupo.trainer.setup import as_mapping, load_policy_and_tokenizer
 from grupo.trainer.sft_trainer import FOLDER, SHARED, SftPhase
 
 METRICS = {"loss": "loss {:.3f}", "grad_norm": "gradient norm {:.3f}"}
@@ -55,10 +55,10 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
     phase = sft_phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     print_line(console, f"[bold]sft[/]      {phase.describe()}")
     set_seed(config.seed)
-    model, tokenizer = policy(
+    model, tokenizer = load_policy_and_tokenizer(
         start_model(recipe), config, quantization_config=quantization(recipe), peft_config=fresh_adapter(recipe)
     )
-    shown = phase.demonstrations(PromptTokenizer(tokenizer, mapping(config.chat_template_kwargs)))
+    shown = phase.demonstrations(PromptTokenizer(tokenizer, as_mapping(config.chat_template_kwargs)))
     if not dry_run:
         RunFolder(folder, rank=config.process_index).open(resumed=False)
         with step_bar(console) as bar:
@@ -85,7 +85,7 @@ def sft_phase(recipe: Recipe, config: GRPOConfig, rows: Any) -> SftPhase:
 
 def run_sft(phase: SftPhase, trainer: GRPOTrainer, console: Console, *, dry_run: bool) -> None:
     """Runs the supervised phase on the model of `trainer`; the result is also its reference policy."""
-    shown = phase.demonstrations(trainer.prompt_tokenizer)
+    shown = phase.demonstrations(trainer.policy.prompt_tokenizer)
     print_line(console, f"[bold]sft[/]      {phase.describe()}")
     if dry_run:
         return

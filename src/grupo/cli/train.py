@@ -237,7 +237,7 @@ class _Run:
             "completions": completions,
             "tokens": trainer.state.num_input_tokens_seen,
             "peak_rss_bytes": peak_rss_bytes(),
-            "seconds": {**self.timer.seconds, "total": self.timer.total(), **trainer.seconds},
+            "seconds": {**self.timer.seconds, "total": self.timer.total(), **trainer.training_log.seconds},
             "interrupted": self._interrupted,
         }
 
