@@ -18,7 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from grupo.cli.progress import ProgressLines, say, step_bar
 from grupo.config import GRPOConfig
-from grupo.config.constraints import no_as_text
+from grupo.config.constraints import fix_yaml_booleans
 from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues
 from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
 from grupo.errors import ConfigError, TrainingError
@@ -219,7 +219,7 @@ class Phase:
             args = TrainingArguments(
                 output_dir=str(self.config.output_dir),
                 remove_unused_columns=False,
-                **{**shared, **DEFAULTS, **given, **no_as_text(given)},
+                **{**shared, **DEFAULTS, **given, **fix_yaml_booleans(given)},
             )
         except (TypeError, ValueError, ImportError) as error:
             raise ConfigError(

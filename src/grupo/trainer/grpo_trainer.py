@@ -193,7 +193,7 @@ class GRPOTrainer(ResumableTrainer):
         self.prompt_tokenizer = PromptTokenizer(self.tokenizer, mapping(args.chat_template_kwargs))
         self.stop_token_ids = (
             *stop_token_ids(self.tokenizer, model),
-            *encode_stop_strings(self.tokenizer, args.stop_texts),
+            *encode_stop_strings(self.tokenizer, args.stop_strings),
         )
         self.train_rows = self.tokenized_rows(train_dataset, "training") if train_dataset is not None else []
         if train_dataset is not None:
@@ -269,7 +269,7 @@ class GRPOTrainer(ResumableTrainer):
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
         self._sync_reference()
-        with disable_dropout(self.model, enabled=not self.config.scoring_dropout):
+        with disable_dropout(self.model, enabled=not self.config.logprob_dropout):
             samples = self._samples_of_step(model)
             result = self.forward_backward(model, samples, entropy_coef=self._entropy_coef())
         self._drop_nonfinite_gradients()
@@ -528,7 +528,11 @@ class GRPOTrainer(ResumableTrainer):
         if not self.told_plan:
             self.told_plan = True
             # Without any logging set-up only warnings are seen, and what was raised or is dropped must be.
-            level = logging.WARNING if self.plan.raised_from or self.plan.dropped_prompts_per_epoch else logging.INFO
+            level = (
+                logging.WARNING
+                if self.plan.original_accumulation or self.plan.dropped_prompts_per_epoch
+                else logging.INFO
+            )
             for line in self.plan.describe():
                 logger.log(level, "%s", line)
             if self.reference is not None:

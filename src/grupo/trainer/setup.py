@@ -18,7 +18,6 @@ from grupo.chat_templates import set_chat_template
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
 from grupo.config.optimizer import check_optimizer_arguments
-from grupo.config.validation import SAMPLING_FIELDS
 from grupo.data.curriculum import AdaptiveStream, Curriculum
 from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
 from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
@@ -31,6 +30,7 @@ from grupo.rewards.execution.runner import RewardRunner
 from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
 from grupo.rollout.groups import DynamicSampling
 from grupo.runs.resume_check import IGNORED, METRIC_DRIVEN
+from grupo.sampling import SAMPLING_FIELDS
 from grupo.utils.files import read_json
 from grupo.utils.messages import did_you_mean, pluralize
 
@@ -303,7 +303,7 @@ def compared_settings(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
     settings = {
         **{name: _plain(getattr(config, name)) for name in fields},
         **{name: getattr(sampling, name) for name in SAMPLING_FIELDS},
-        "stop": [*config.stop_texts, *sampling.stop_token_ids],
+        "stop": [*config.stop_strings, *sampling.stop_token_ids],
         "data_seed": config.resolved_data_seed,
         "reward_weights": config.reward_weights,
         "per_device_train_batch_size": plan.micro_batch_size,
