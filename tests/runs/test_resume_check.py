@@ -200,7 +200,7 @@ def test_what_changes_no_number_needs_no_word(tmp_path):
 
 def test_every_setting_is_free_asked_for_or_fixed():
     """Who adds a field says in `same_run` what becomes of it when a run is resumed."""
-    honoured = {name for name, row in FIELD_ENTRIES.items() if row.treatment is FieldSupport.HONOURED}
+    honoured = {name for name, row in FIELD_ENTRIES.items() if row.support is FieldSupport.HONOURED}
     assert honoured | {"steps", "rewards", "stop"} == IGNORED | OVERRIDABLE | LOCKED
     # A free field with a compared entry of its name is compared as resolved, or where something depends on it.
     assert METRIC_DRIVEN | {"reward_weights"} == IGNORED & OVERRIDABLE
@@ -346,5 +346,5 @@ def test_target_modules_of_an_optimizer_that_the_model_lacks(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "galore_torch", types.ModuleType("galore_torch"))
     sys.modules["galore_torch"].__spec__ = importlib.machinery.ModuleSpec("galore_torch", None)
     monkeypatch.setattr("grupo.config.optimizer.Trainer.get_optimizer_cls_and_kwargs", looks_for_modules)
-    with pytest.raises(ConfigError, match="cannot be made: No target modules found"):
+    with pytest.raises(ConfigError, match="cannot be created: No target modules found"):
         make(tmp_path, optim="galore_adamw", optim_target_modules=["nowhere"])
