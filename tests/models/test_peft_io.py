@@ -270,7 +270,7 @@ def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: 
     added = [f"<t{letter}>" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"]
     trainer = make(tmp_path / "run", base, tokenizer=None, added_tokens=["a", *added], peft_config=lora())
     assert "the tokenizer has 'a' already" in caplog.text
-    assert trainer.vocabulary_size == len(trainer.tokenizer) > 128
+    assert trainer.policy.vocabulary_size == len(trainer.tokenizer) > 128
     assert len(trainer.model.peft_config["default"].trainable_token_indices["lm_head"]) == len(added)
     train(trainer)
     trainer.save_model(str(tmp_path / "run"))

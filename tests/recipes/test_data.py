@@ -14,7 +14,8 @@ from grupo.data.decontamination import normalised
 from grupo.data.prompts import PromptTokenizer, tokenize_rows
 from grupo.errors import ConfigError, DataError
 from grupo.recipes.data import recipe_rewards, recipe_rows
-from grupo.recipes.schema import Recipe, load_recipe
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import load_recipe
 from grupo.rewards import make_reward
 from tiny import tiny_tokenizer
 
@@ -206,5 +207,5 @@ def test_recipes_give_arguments_to_a_task() -> None:
     assert len(rows) == 30 and len(held_out) == 100 and len(rows[0]["numbers"]) == 4
     rewards, weights = recipe_rewards(recipe)
     assert [reward.__name__ for reward in rewards] == ["countdown"] and weights == [1.0]
-    with pytest.raises(ConfigError, match="`task_arguments` belong to a `task`"):
+    with pytest.raises(ConfigError, match="`task_arguments` and no `task`"):
         load_recipe("quickstart", ["task=null", "dataset={path: a.jsonl}", "task_arguments={level: 2}"])

@@ -10,7 +10,8 @@ import yaml
 from grupo.config import GRPOConfig
 from grupo.errors import ConfigError
 from grupo.recipes.data import recipe_rows
-from grupo.recipes.schema import Recipe, built_in_recipes, load_recipe, to_yaml
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import built_in_recipes, load_recipe, to_yaml
 from grupo.rewards.registry import make_reward
 
 
@@ -92,11 +93,20 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     assert load_recipe(written(tmp_path, to_yaml(load_recipe(None)))) == load_recipe(None)
 
 
+def test_a_bare_no_is_text(tmp_path: Path) -> None:
+    """In YAML 1.1 it was false. Where a setting is true or false, it still is."""
+    text = "task: times-tables\ntraining: {save_strategy: no, optim: on}\neval: {enabled: no}"
+    for recipe in (
+        load_recipe(written(tmp_path, text)),
+        load_recipe(None, ["training={save_strategy: no, optim: on}"]),
+    ):
+        assert recipe.training == {"save_strategy": "no", "optim": "on"}
+    assert load_recipe(written(tmp_path, text)).eval.enabled is False
+
+
 def test_anchors_and_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
-    text = "task: times-tables\ntraining: &all {seed: 1}\neval: {enabled: false}\nlora: {r: 4}"
-    assert load_recipe(written(tmp_path, text)).training == {"seed": 1}
-    text = "task: times-tables\nlora: &l {r: 4, alpha: 8}\neval: {<<: {enabled: false}, <<: {samples_per_prompt: 2}}"
-    assert load_recipe(written(tmp_path, text)).eval.samples_per_prompt == 2
+    text = "task: times-tables\nlora: &l {r: 4, alpha: 8}\ntraining: {<<: [*l, {seed: 1}], r: 5}"
+    assert load_recipe(written(tmp_path, text)).training == {"r": 5, "alpha": 8, "seed": 1}
 
 
 def test_the_yaml_of_a_recipe_is_plain() -> None:
@@ -121,23 +131,26 @@ def test_tokens_of_the_hub_are_not_written_down() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("task: times-tables\nmodle: x", "`modle` is no setting of a recipe. Did you mean 'model'?"),
-        ("task: times-tables\nlora: {alfa: 3}", "`lora.alfa` is no setting of a recipe. Did you mean 'alpha'?"),
-        ("task: times-tables\neval: {enable: no}", "`eval.enable` is no setting of a recipe. Did you mean 'enabled'?"),
+        ("task: times-tables\nmodle: x", "`modle` is not a setting of a recipe. Did you mean 'model'?"),
+        ("task: times-tables\nlora: {alfa: 3}", "`lora.alfa` is not a setting of a recipe. Did you mean 'alpha'?"),
+        (
+            "task: times-tables\neval: {enable: no}",
+            "`eval.enable` is not a setting of a recipe. Did you mean 'enabled'?",
+        ),
         (
             "task: times-tables\nrewards: [number_match, {name: tag_format, wieght: 2}]",
-            "`rewards.1.wieght` is no setting of a recipe. Did you mean 'weight'?",
+            "`rewards.1.wieght` is not a setting of a recipe. Did you mean 'weight'?",
         ),
-        ("task: times-tables\ndataset: {path: x.jsonl}", "It has `task` (times-tables) and `dataset`"),
+        ("task: times-tables\ndataset: {path: x.jsonl}", "It has both `task` (times-tables) and `dataset`"),
         ("model: x", "It names no data: give `task`"),
         ("dataset: {path: x.jsonl}", "A `dataset` needs `rewards`"),
         ("dataset: {prompt: x}\nrewards: [number_match]", "`dataset.path`: Field required."),
         ("task: times-tables\nlora: {r: many}", "`lora.r`: Input should be a valid integer"),
         ("task: times-tables\nlora: {r: 0}", "`lora.r`: Input should be greater than or equal to 1"),
-        ("task: times-tables\nlora: {layers: [0]}", "`lora`: `layers` needs the modules in them by name"),
+        ("task: times-tables\nlora: {layers: [0]}", "`lora`: `layers` needs the names of the modules"),
         (
             "task: times-tables\nsft: {dataset: {pth: x}}",
-            "`sft.dataset.pth` is no setting of a recipe. Did you mean 'path'?",
+            "`sft.dataset.pth` is not a setting of a recipe. Did you mean 'path'?",
         ),
         ("task: times-tables\nrewards: number_match", "`rewards`: Input should be a valid list"),
         ("task: times-tables\ntraining: 3", "`training`: Input should be a valid dictionary"),
@@ -145,12 +158,12 @@ def test_tokens_of_the_hub_are_not_written_down() -> None:
             "task: times-tables\neval: {samples_per_prompt: 2.5}",
             "`eval.samples_per_prompt`: Input should be a valid integer",
         ),
-        ("task: times-tables\nmodel: a\nmodel: b", "`model` is there twice, in lines 2 and 3."),
+        ("task: times-tables\nmodel: a\nmodel: b", 'line 3: found duplicate key "model"'),
         (
             "task: times-tables\ntraining:\n  max_steps: 3\n  seed: 1\n  max_steps: 4",
-            "`max_steps` is there twice, in lines 3 and 5.",
+            'line 5: found duplicate key "max_steps"',
         ),
-        ("task: times-tables\nlora: {r: 1, r: 1}", "`r` is there twice, in lines 2 and 2."),
+        ("task: times-tables\nlora: {r: 1, r: 1}", 'line 2: found duplicate key "r"'),
         ("task: [", "is not valid YAML"),
         ("just text", "must be a mapping"),
         ("", "must be a mapping"),
@@ -179,10 +192,10 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ("training..max_steps=3", "is not of the form key=value"),
         ("model.name=x", "`model` is a value, not a group of settings"),
         ("training.max_steps.more=x", "`training.max_steps` is a value, not a group of settings"),
-        ("rewards=[number_match", "the value is not valid YAML"),
-        ("lora={r: 1, r: 2}", "`r` is there twice"),
-        ("trainin.max_steps=3", "`trainin` is no setting of a recipe. Did you mean 'training'?"),
-        ("dataset.path=x.jsonl", "take one out, for example by --set task=null"),
+        ("rewards=[number_match", "is not valid YAML"),
+        ("lora={r: 1, r: 2}", 'found duplicate key "r"'),
+        ("trainin.max_steps=3", "`trainin` is not a setting of a recipe. Did you mean 'training'?"),
+        ("dataset.path=x.jsonl", "remove one, for example by --set task=null"),
     ],
 )
 def test_overrides_with_mistakes_are_named(override: str, said: str) -> None:

@@ -313,7 +313,9 @@ def test_no_log_line_where_none_is_wanted(tmp_path):
 def test_padding_and_computed_tokens_by_hand(tmp_path, monkeypatch, packed, multiple):
     batches = recorded_batches(monkeypatch)
     monkeypatch.setattr(LogprobModel, "_check_sharing", lambda *_: packed)
-    monkeypatch.setattr(GRPOTrainer, "_longest_row", lambda _: None)  # or more than 2 short rows would fit
+    monkeypatch.setattr(
+        "grupo.trainer.components.longest_sequence", lambda *_: None
+    )  # or more than 2 short rows would fit
     trainer, _ = run(tmp_path, "dapo", max_steps=2, logging_steps=2, pad_to_multiple_of=multiple)
     in_updates = [batch for batch in batches if batch.reference_logprobs is not None and batch.loss_mask.any()]
     assert sorted(len(batch.lengths) for batch in in_updates) == [1, 1, 2, 2, 2, 2, 2, 2], "one row abstained"

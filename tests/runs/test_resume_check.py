@@ -19,7 +19,7 @@ from grupo.config.batch_plan import StepPlan
 from grupo.config.field_support import FIELD_ENTRIES, FieldSupport
 from grupo.errors import ConfigError, DataError, UnsupportedError
 from grupo.runs.resume_check import IGNORED, LOCKED, METRIC_DRIVEN, OVERRIDABLE, parse_accepted_changes
-from grupo.trainer.setup import compared_settings
+from grupo.trainer.resume_fingerprint import resume_fingerprint
 from tiny import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"say {index}"} for index in range(8)]
@@ -214,7 +214,7 @@ def test_settings_of_evaluations_are_compared_where_the_learning_rate_follows_th
     }  # fmt: skip
     for settings in (watching, {**watching, "lr_scheduler_type": "constant"}):
         config = GRPOConfig(str(tmp_path), report_to=[], **settings)
-        compared = compared_settings(config, StepPlan.from_config(config, num_prompts=8))
+        compared = resume_fingerprint(config, StepPlan.from_config(config, num_prompts=8))
         assert METRIC_DRIVEN & compared.keys() == (METRIC_DRIVEN if settings is watching else set())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from grupo.rewards import make_reward
 from grupo.tasks import Task
-from grupo.tasks.reasoning_gym import BUILT_IN, _word_problem
+from grupo.tasks.reasoning_gym import BUILT_IN, BuiltInTask, _word_problem
 from grupo.tasks.registry import make_task
 
 pytest.importorskip("reasoning_gym")
@@ -103,25 +103,11 @@ def test_what_gives_an_answer_away_is_on_one_side_only() -> None:
         assert not {fact(name, row) for row in task.train} & {fact(name, row) for row in task.held_out}, name
 
 
-def test_the_items_of_a_seed_never_change() -> None:
+@pytest.mark.parametrize(("name", "task"), BUILT_IN.items())
+def test_the_items_of_a_seed_never_change(name: str, task: BuiltInTask) -> None:
     """A seed in a paper or a recipe must give the same items in later versions, as long as reasoning-gym does."""
-    first = {name: question(make_task(name, 0, train=1, held_out=1).held_out[0]) for name in BUILT_IN}
-    assert first == FIRST_OF_SEED_0
-
-
-FIRST_OF_SEED_0 = {
-    "arithmetic": "What is 12 + 90?",
-    "countdown": "Combine the numbers 6, 8, 5 with + - * / and parentheses so that the result is 34. Use each "
-    "number at most once. Write the expression, and nothing else, in the last line.",
-    "sorting": "Sort these numbers in descending order: 19, 19, 6, 19. Write them in the last line, separated "
-    "by commas.",
-    "letter-counting": 'How many times does the letter "r" appear in the text: "Paris"?',
-    "word-problems": "Sophia is trying to decide whether to do her financial planning herself or hire an "
-    "accountant. If she does it herself, she'll be able to do 11 fewer hours of consulting "
-    "work, losing £88/hour in missed income. The accountant charges £63. How much more money "
-    "will she have if she hires the accountant? Give the result as your final answer. Do not "
-    "include units.",
-}
+    (row,) = make_task(name, 0, train=1, held_out=1).held_out
+    assert (question(row), row["answer"]) == task.sample
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "letter_counting", "n_queens", "spell_backward"])

@@ -68,6 +68,5 @@ def test_without_reasoning_gym_the_package_is_named(monkeypatch: pytest.MonkeyPa
     for name in ("countdown", "reasoning-gym:chain_sum"):
         with pytest.raises(ConfigError, match="pip install reasoning-gym"):
             make_task(name)
-    listed = "\n".join(describe_tasks())
-    assert "countdown: It needs the package reasoning-gym" in listed and "sample: 'What is " in listed
+    assert "sample: 'Combine the numbers" in "\n".join(describe_tasks())
     assert make_task("times-tables").train and make_task("short-stories").train

@@ -49,7 +49,7 @@ def assert_same_steps(steps: list[Step], expected: list[Step], tolerance: float)
 @pytest.fixture(autouse=True)
 def cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short completions would fill up a micro-batch that has room for long ones."""
-    monkeypatch.setattr(GRPOTrainer, "_longest_row", lambda trainer: None)
+    monkeypatch.setattr("grupo.trainer.components.longest_sequence", lambda *_: None)
 
 
 SPLITS = ((16, 1), (8, 2), (2, 8))
@@ -641,7 +641,7 @@ def test_epochs_are_permutations_and_the_rest_is_dropped(tmp_path: Path) -> None
     assert trainer.state.global_step == 6 and trainer.plan.dropped_prompts_per_epoch == 1
     first, second = drawn[:6], drawn[6:]
     assert len(set(first)) == len(set(second)) == 6 and first != second
-    stream = trainer.prompt_stream
+    stream = trainer.window.stream
     assert isinstance(stream, PromptStream)
     assert [prompt.content for window in range(6) for prompt in stream.window(window)] == drawn
 

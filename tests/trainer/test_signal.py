@@ -126,7 +126,7 @@ def test_without_dead_groups_nothing_changes(tmp_path: Path) -> None:
     }  # fmt: skip
     plain, _ = trained(tmp_path / "plain", **settings)
     dynamic, _ = trained(tmp_path / "dynamic", **settings, **DYNAMIC)
-    assert type(plain.prompt_stream) is PromptStream and type(dynamic.prompt_stream) is AdaptiveStream
+    assert type(plain.window.stream) is PromptStream and type(dynamic.window.stream) is AdaptiveStream
     for name, tensor in weights(dynamic.model).items():
         assert torch.equal(tensor, weights(plain.model)[name])
     assert list(map(without_clock, training_logs(dynamic))) == list(map(without_clock, training_logs(plain)))
@@ -411,7 +411,7 @@ def test_replaced_groups_count_for_the_success_rate(tmp_path: Path) -> None:
         shuffle_dataset=True, curriculum_column="level", curriculum_window=4, dynamic_sampling_max_rounds=1, **DYNAMIC,
     )  # fmt: skip
     assert training_logs(trainer)[0]["curriculum/success_rate"] == 1.0
-    assert trainer.prompt_stream.state_dict()["unlocked"] == 2
+    assert trainer.window.stream.state_dict()["unlocked"] == 2
 
 
 # ---- resumed runs ----------------------------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ def test_a_resumed_run_is_the_run_that_was_interrupted(tmp_path: Path, name: str
     resumed = real_run(tmp_path / "parts", resume=True, **settings)
     for weight, tensor in weights(whole.model).items():
         assert torch.equal(weights(resumed.model)[weight], tensor)
-    assert resumed.prompt_stream.state_dict() == whole.prompt_stream.state_dict()
+    assert resumed.window.stream.state_dict() == whole.window.stream.state_dict()
     assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen
     assert groups_in(tmp_path / "parts") == groups_in(tmp_path / "whole")
 

@@ -510,18 +510,18 @@ def test_checkpointing_is_what_the_model_was_asked_for(folder, tmp_path, caplog,
     one.train()
     assert model.is_gradient_checkpointing is is_on is one.forward_backward.checkpointing
     assert not one.forward_backward.offload_activations, "on the CPU they are in host memory already"
-    assert ("GRPOConfig counts" in caplog.text) is (bool(settings))
+    assert ("overrides the model's use_gradient_checkpointing" in caplog.text) is (bool(settings))
 
 
 def test_offload_is_connected_on_an_accelerator(folder, monkeypatch):
     from grupo.models.load_options import LoadOptions
-    from grupo.trainer.setup import one_item_per_step
+    from grupo.trainer.step_arguments import step_arguments
 
     config = GRPOConfig("anywhere")
     monkeypatch.setattr(type(config), "device", torch.device("cuda"))
     asked = LoadOptions(checkpointing=True, offload=True)
-    assert one_item_per_step(config, asked).offload_activations and not config.offload_activations
-    assert not one_item_per_step(config, LoadOptions(checkpointing=True)).offload_activations
+    assert step_arguments(config, asked).offload_activations and not config.offload_activations
+    assert not step_arguments(config, LoadOptions(checkpointing=True)).offload_activations
 
 
 def test_max_seq_length_holds_in_training(folder, tmp_path):

@@ -40,21 +40,9 @@ CHOICES: dict[str, Collection[str]] = {
     "hub_strategy": tuple(name.value for name in HubStrategy),
 }
 
-_FALSE_IN_YAML = {
-    **{name: "no" for name, options in CHOICES.items() if "no" in options},
-    "report_to": "none",
-    "debug": "",
-}
-
-YAML_BOOLEANS = " YAML reads yes, no, on and off as True and False: put text into quotes."
 _MAX_LISTED = 12
 
 _TYPE_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
-
-
-def fix_yaml_booleans(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Text values of fields with a choice "no" or "none" for which YAML has read a bare `no` or `off` as False."""
-    return {name: _FALSE_IN_YAML[name] for name, value in fields.items() if value is False and name in _FALSE_IN_YAML}
 
 
 def check_choices(fields: Mapping[str, Any]) -> None:
@@ -65,8 +53,6 @@ def check_choices(fields: Mapping[str, Any]) -> None:
 def check_choice(name: str, value: Any, options: Collection[str]) -> None:
     if isinstance(value, str) and value in options:
         return
-    if isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not one of {_listed(options)}.{YAML_BOOLEANS}")
     hint = did_you_mean(value, options)
     if hint and len(options) > _MAX_LISTED:
         raise ConfigError(f"{name}={value!r} is not an option of transformers.{hint}")
@@ -97,8 +83,7 @@ def check_types(fields: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]
         if any(_has_type(value, one) for one in allowed):
             continue
         words = " or ".join(_TYPE_WORDS[one] for one in allowed)
-        hint = YAML_BOOLEANS if isinstance(value, bool) and str in allowed else _type_hint(value)
-        raise ConfigError(f"{name}={value!r}: expected {words}.{hint}")
+        raise ConfigError(f"{name}={value!r}: expected {words}.{_type_hint(value)}")
 
 
 def _has_type(value: Any, wanted: type) -> bool:
@@ -114,11 +99,11 @@ def _has_type(value: Any, wanted: type) -> bool:
 
 
 def _type_hint(value: Any) -> str:
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return " Any text counts as true; write it without quotes."
-    if isinstance(value, str):
-        return " YAML reads 1e-6 as text; write 1.0e-6." if "e" in value.lower() else " Write it without quotes."
-    return ""
+    if not isinstance(value, str):
+        return ""
+    if value.lower() in ("true", "false", "yes", "no", "on", "off"):
+        return " Any text counts as true; write true or false without quotes."
+    return " Write it without quotes."
 
 
 @dataclass(frozen=True)

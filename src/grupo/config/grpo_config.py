@@ -153,7 +153,6 @@ class GRPOConfig(GRPOFields):
         if "_explicit_fields" not in self.__dict__:  # a derived dataclass has an __init__ of its own
             defaults = defaults_of(type(self))
             self._explicit_fields = frozenset(name for name in defaults if getattr(self, name) != defaults[name])
-        vars(self).update(constraints.fix_yaml_booleans(vars(self)))
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
         weights: Any = self.reward_weights

@@ -1,6 +1,6 @@
-"""Rewards and verifiers, the runner that calls them, and the check that finds faults in them.
+"""Rewards and verifiers, the runner that calls them, and the checker that finds their faults.
 
-Importing this does not import torch.
+Importing this package does not import torch.
 """
 
 from grupo.rewards.answers.extraction import (
@@ -34,7 +34,6 @@ from grupo.rewards.library.gsm8k import (
     gsm8k_strict_format,
     gsm8k_tag_count,
 )
-from grupo.rewards.library.language import language_consistency, readability
 from grupo.rewards.library.length import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
@@ -43,7 +42,7 @@ from grupo.rewards.library.length import (
 )
 from grupo.rewards.library.numeric import banded_answer, number_present, number_score, proximity
 from grupo.rewards.library.reward_model import reward_model
-from grupo.rewards.library.rubric import Check, email_rubric, rubric
+from grupo.rewards.library.rubric import Check, rubric
 from grupo.rewards.registry import REWARDS, make_reward
 from grupo.rewards.verifiers.agreement import Disagreement, disagreement
 from grupo.rewards.verifiers.base import Verdict, Verifier, reward_from
@@ -86,7 +85,6 @@ __all__ = [
     "completion_text",
     "countdown",
     "disagreement",
-    "email_rubric",
     "exclusive",
     "extract_answer",
     "extract_boxed",
@@ -100,7 +98,6 @@ __all__ = [
     "gsm8k_soft_format",
     "gsm8k_strict_format",
     "gsm8k_tag_count",
-    "language_consistency",
     "last_number",
     "llm_judge",
     "make_reward",
@@ -112,7 +109,6 @@ __all__ = [
     "number_score",
     "overlap_with_logprobs",
     "proximity",
-    "readability",
     "reasoning_accuracy_reward",
     "reasoning_gym",
     "reward_from",

@@ -53,6 +53,8 @@ class BuiltInTask:
     to_item: Callable[[Entry, int], Item | None]
     """The item of an entry drawn for a level; None for an entry that cannot be used."""
     rewards: dict[str, dict[str, Any]]
+    sample: tuple[str, str]
+    """Question and answer of the first held-out item of seed 0."""
 
 
 def gym_task(
@@ -263,6 +265,7 @@ BUILT_IN: Mapping[str, BuiltInTask] = MappingProxyType(
             },
             _arithmetic,
             {"number_match": {}},
+            ("What is 12 + 90?", "102"),
         ),
         "countdown": BuiltInTask(
             "Reach a target with given numbers, each used at most once; every puzzle has a solution.",
@@ -275,6 +278,11 @@ BUILT_IN: Mapping[str, BuiltInTask] = MappingProxyType(
             },
             _countdown,
             {"countdown": {}},
+            (
+                "Combine the numbers 6, 8, 5 with + - * / and parentheses so that the result is 34. Use each number at "
+                "most once. Write the expression, and nothing else, in the last line.",
+                "5*8 - 6",
+            ),
         ),
         "sorting": BuiltInTask(
             "Put a list of numbers in order, ascending or descending.",
@@ -288,6 +296,11 @@ BUILT_IN: Mapping[str, BuiltInTask] = MappingProxyType(
             },
             _sorting,
             {"number_list": {}},
+            (
+                "Sort these numbers in descending order: 19, 19, 6, 19. Write them in the last line, separated by "
+                "commas.",
+                "19, 19, 19, 6",
+            ),
         ),
         "letter-counting": BuiltInTask(
             "Count a letter in one or several words.",
@@ -298,6 +311,7 @@ BUILT_IN: Mapping[str, BuiltInTask] = MappingProxyType(
             },
             _letter_counting,
             {"number_match": {}},
+            ('How many times does the letter "r" appear in the text: "Paris"?', "1"),
         ),
         "word-problems": BuiltInTask(
             "Word problems in the manner of GSM8K, with a whole number as the answer.",
@@ -305,6 +319,13 @@ BUILT_IN: Mapping[str, BuiltInTask] = MappingProxyType(
             {"up to two steps": {}, "three steps": {}, "four steps or more": {}},
             _word_problem,
             {"number_match": {}},
+            (
+                "Sophia is trying to decide whether to do her financial planning herself or hire an accountant. If she "
+                "does it herself, she'll be able to do 11 fewer hours of consulting work, losing £88/hour in missed "
+                "income. The accountant charges £63. How much more money will she have if she hires the accountant? "
+                "Give the result as your final answer. Do not include units.",
+                "905",
+            ),
         ),
     }
 )  # fmt: skip

@@ -18,7 +18,7 @@ from grupo.rewards.checker.probes import columns_of, forms, written_gold
 from grupo.rewards.checker.probing import Probing, Subject
 from grupo.rewards.checker.report import FAULTS, RewardReport
 from grupo.rewards.execution.runner import RewardRunner
-from grupo.rewards.library.format import Tagged
+from grupo.rewards.library.format import TagReward
 from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
 from grupo.rewards.verifiers.base import GoldVerifier, reward_from
 from grupo.utils.messages import pluralize
@@ -84,7 +84,7 @@ def check_rewards(
         raise DataError(f"gold_column={gold_column!r} is no column of the samples: {', '.join(samples[0])}.")
     for subject in subjects:
         _check_columns(subject, samples)
-    expected = [function.marks for function in everyone if isinstance(function, Tagged)]
+    expected = [function.delimiters for function in everyone if isinstance(function, TagReward)]
     probing = Probing(subjects, samples, column, seconds_per_completion)
     form = probing.find_form(forms(expected), gold_form)
     probing.score_all(form)

@@ -12,6 +12,8 @@ from grupo.sampling import SamplingSpec
 
 BLOCK = 128
 """Tokens of the vocabulary; a divisor of most sizes."""
+LOGIT_TENSORS = 5
+"""Float32 tensors as large as the logits while tokens are sampled; twice as many with top-k, top-p or min-p."""
 
 
 class SampledTokens(NamedTuple):
@@ -53,8 +55,17 @@ def sample_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Te
     )
 
 
+def sampling_bytes(rows: int, vocabulary: int, spec: SamplingSpec) -> int:
+    """Peak memory of sampling one token in each of `rows` rows."""
+    return rows * vocabulary * 4 * LOGIT_TENSORS * (2 if _truncates(spec) else 1)
+
+
+def _truncates(spec: SamplingSpec) -> bool:
+    return bool(spec.top_k or spec.top_p < 1.0 or spec.min_p)
+
+
 def _changes_distribution(spec: SamplingSpec) -> bool:
-    return bool(spec.top_k or spec.top_p < 1.0 or spec.min_p or spec.repetition_penalty != 1.0)
+    return _truncates(spec) or spec.repetition_penalty != 1.0
 
 
 def truncated_log_probs(logits: Tensor, spec: SamplingSpec, seen: Tensor | None = None) -> Tensor:
