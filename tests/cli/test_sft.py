@@ -20,7 +20,7 @@ from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, DataError
 from grupo.recipes.yaml_io import load_recipe
 from grupo.tasks.registry import make_task
-from grupo.trainer.sft_trainer import NO_LOSS, padded, sft_trainer
+from grupo.trainer.sft_trainer import NO_LOSS, pad_batch, sft_trainer
 from harness import snapshot
 from tiny import BOS_CHAT_TEMPLATE, CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
@@ -193,12 +193,12 @@ def test_masks_losses_and_weights_are_those_of_trl(rows: Any, accumulation: int,
 
 def test_padding_is_neither_read_nor_learned() -> None:
     rows = [{"input_ids": [5, 6, 7], "labels": [NO_LOSS, 6, 7]}, {"input_ids": [8, 9], "labels": [NO_LOSS, 9]}]
-    batch = padded(rows)
+    batch = pad_batch(rows)
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]] and batch["labels"][1, 2] == NO_LOSS
     model = tiny_model()
     with torch.no_grad():
         together = model(**batch).loss
-        alone = [model(**padded([row])).loss for row in rows]
+        alone = [model(**pad_batch([row])).loss for row in rows]
     torch.testing.assert_close(together, (2 * alone[0] + alone[1]) / 3)
 
 
@@ -304,7 +304,7 @@ def test_a_resumed_run_does_not_repeat_it(life: Path, model: Path, tmp_path: Pat
     assert "was made with other settings" in capsys.readouterr().err
     for setting in ("sft=null", ""):
         assert run("train", model, broken, *filter(None, [setting]), flags=("--resume",)) == 2
-        assert ("and the recipe has no `sft`" if setting else "no folder 'sft'") in capsys.readouterr().err
+        assert ("but the recipe has no `sft`" if setting else "no folder 'sft'") in capsys.readouterr().err
         assert (broken / "checkpoint-2").is_dir() and not (broken / "earlier-2").exists()
         shutil.rmtree(broken / "sft", ignore_errors=True)
 
@@ -312,7 +312,7 @@ def test_a_resumed_run_does_not_repeat_it(life: Path, model: Path, tmp_path: Pat
 def test_a_phase_that_cannot_be_written_ends_with_a_sentence(model: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "sft.unfinished").write_text("in the way")
     assert run("sft", model, tmp_path) == 1
-    assert "Nothing of the supervised phase is saved" in capsys.readouterr().err
+    assert "The supervised phase is not saved" in capsys.readouterr().err
 
 
 def test_the_merged_model_is_the_trained_one(life: Path, tmp_path: Path) -> None:

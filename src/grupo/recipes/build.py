@@ -36,10 +36,13 @@ def with_start(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"lora": None})
 
 
-def default_folder(recipe: Recipe, ending: str = "") -> str:
-    """Of a run that names none: after its data, with the next free number."""
-    name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
-    return str(unused_folder(Path("runs"), name + ending))
+def with_run_folder(recipe: Recipe, ending: str = "") -> Recipe:
+    """The recipe with a new run folder named after its data, unless it names one; it logs every step by default."""
+    folder = recipe.training.get("output_dir")
+    if folder is None:
+        name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
+        folder = str(unused_folder(Path("runs"), name + ending))
+    return recipe.model_copy(update={"training": {"logging_steps": 1, **recipe.training, "output_dir": folder}})
 
 
 def as_one_run(recipe: Recipe, config: GRPOConfig, console: Console) -> tuple[Recipe, Console]:
