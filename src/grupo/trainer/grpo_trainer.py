@@ -164,7 +164,7 @@ class GRPOTrainer(HFTrainer):
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
         self._sync_reference()
-        with disable_dropout(self.model, enabled=not self.config.scoring_dropout):
+        with disable_dropout(self.model, enabled=not self.config.logprob_dropout):
             samples = self.window.samples(model, self.state)
             result = self.forward_backward(model, samples, entropy_coef=self._entropy_coef())
         self._drop_nonfinite_gradients()
@@ -267,7 +267,8 @@ class GRPOTrainer(HFTrainer):
         if not self.printed_plan:
             self.printed_plan = True
             # Without any logging set-up only warnings are seen, and what was raised or is dropped must be.
-            level = logging.WARNING if self.plan.raised_from or self.plan.dropped_prompts_per_epoch else logging.INFO
+            adjusted = self.plan.original_accumulation or self.plan.dropped_prompts_per_epoch
+            level = logging.WARNING if adjusted else logging.INFO
             for line in self.plan.describe():
                 logger.log(level, "%s", line)
             if self.reference is not None:

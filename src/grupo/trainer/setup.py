@@ -217,7 +217,7 @@ def load_model(
         model=model,
         tokenizer=tokenizer,
         prompt_tokenizer=PromptTokenizer(tokenizer, as_mapping(config.chat_template_kwargs)),
-        stop_token_ids=(*stop_token_ids(tokenizer, model), *encode_stop_strings(tokenizer, config.stop_texts)),
+        stop_token_ids=(*stop_token_ids(tokenizer, model), *encode_stop_strings(tokenizer, config.stop_strings)),
         vocabulary_size=vocabulary,
         context_length=min(filter(None, (context_length(model), options.max_seq_length)), default=None),
         trainable_parameters=trainable,
