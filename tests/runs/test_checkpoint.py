@@ -77,7 +77,7 @@ def test_every_file_of_a_checkpoint_is_checked(spoil: Any, tmp_path: Path, caplo
             trainer.checkpoint_to_resume(str(newest))
         assert trainer.checkpoint_to_resume(True) == str(older)
         (said,) = caplog.messages
-        assert said.startswith(f"{newest} is damaged ({name} ") and said.endswith(f"the run goes on from {older}.")
+        assert said.startswith(f"{newest} is damaged ({name} ") and said.endswith(f"the run continues from {older}.")
         (newest / name).write_bytes(whole)
     assert trainer.checkpoint_to_resume(True) == str(newest)
 
@@ -101,7 +101,7 @@ def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
         make(tmp_path).train(resume_from_checkpoint=True)
     make(tmp_path, max_steps=1, save_only_model=True).train()
     assert not checkpoint_problems(tmp_path / "checkpoint-1") and not list(tmp_path.glob("checkpoint-1/*.pt*"))
-    with pytest.raises(ConfigError, match=r"checkpoint-1 has weights alone: .*save_only_model=True"):
+    with pytest.raises(ConfigError, match=r"checkpoint-1 holds only weights: .*save_only_model=True"):
         make(tmp_path).train(resume_from_checkpoint=True)
 
 
@@ -198,7 +198,7 @@ def test_on_a_full_disk_the_run_goes_on_and_the_last_checkpoint_stays(
     trainer.train()
     failed = [record for record in caplog.records if "could not be written" in record.message]
     assert len(failed) == 2 and all(f": {error}: " in record.message for record in failed)
-    assert all("with checkpoint-1 as the last one" in record.message for record in failed)
+    assert all("with checkpoint-1 as its last one" in record.message for record in failed)
     assert checkpoints(tmp_path) == ["checkpoint-4"] and not checkpoint_problems(tmp_path / "checkpoint-4")
     assert not (tmp_path / UNFINISHED).exists()
     assert trainer.state.global_step == 4
@@ -213,7 +213,10 @@ def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path, caplog: py
     trainer = make(tmp_path, max_steps=2)
     (tmp_path / UNFINISHED).write_text("a file, so that no folder can be made")
     trainer.train()
-    assert "The checkpoint of step 1 could not be written" in caplog.text and "make room, or allow it" in caplog.text
+    assert (
+        "The checkpoint of step 1 could not be written" in caplog.text
+        and "free some space, or allow writing" in caplog.text
+    )
     assert trainer.state.global_step == 2 and not checkpoints(tmp_path)
 
 

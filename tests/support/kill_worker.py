@@ -37,7 +37,7 @@ def train(folder: Path, resume: bool, report: Callable[[str], None]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     trainer = run_of(folder, **SETTINGS)
     for phase, owner, name in (
-        ("rollout", trainer, "_roll_out"),
+        ("rollout", trainer.window, "_fill"),
         ("backward", trainer, "forward_backward"),
         ("checkpoint", trainer, "_save_checkpoint"),
     ):

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from grupo import GRPOTrainer
 from grupo.algo.losses import GRPOLoss, LossInputs, StepTotals
-from grupo.data.prompts import PromptStream
+from grupo.data.prompt_stream import PromptStream
 from grupo.errors import TrainingError
 from grupo.policy import logprob_model as logprob_model_module
 from grupo.policy.chunked_logprobs import chunked_logprobs
@@ -50,7 +50,7 @@ def assert_same_steps(steps: list[Step], expected: list[Step], tolerance: float)
 @pytest.fixture(autouse=True)
 def cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise more short completions would fit into a micro-batch with room for long ones."""
-    monkeypatch.setattr(GRPOTrainer, "_longest_row", lambda trainer: None)
+    monkeypatch.setattr("grupo.trainer.components.longest_sequence", lambda *_: None)
 
 
 SPLITS = ((16, 1), (2, 8))
@@ -537,7 +537,7 @@ def test_epochs_are_permutations_and_the_rest_is_dropped(tmp_path: Path) -> None
     assert trainer.state.global_step == 6 and trainer.plan.dropped_prompts_per_epoch == 1
     first, second = drawn[:6], drawn[6:]
     assert len(set(first)) == len(set(second)) == 6 and first != second
-    stream = trainer.prompt_stream
+    stream = trainer.window.stream
     assert isinstance(stream, PromptStream)
     assert [prompt.content for window in range(6) for prompt in stream.window(window)] == drawn
 

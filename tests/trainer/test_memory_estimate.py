@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_said_with_what_to_set():
     for part in ("optimizer", "gradients", "activations", "head", "inference_copy", "cache", "sampling"):
         small = dict.fromkeys(MemoryEstimate.__dataclass_fields__, 1)
         shown = MemoryEstimate(**{**small, "weights": {"float32": 1}, part: 3 * GIB}).warning(GIB)
-        assert shown is not None and shown.endswith(REMEDIES[part]) and "3.0 GiB beside" in shown
+        assert shown is not None and shown.endswith(REMEDIES[part]) and "needs about 3.0 GiB" in shown
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------

@@ -175,4 +175,4 @@ def test_waiting_is_not_counted_twice(tmp_path: Path) -> None:
 
     trainer.forward_backward.add_fixed_logprobs = slowly
     trainer.train()
-    assert trainer.seconds["logprobs"] > 0.5 > trainer.seconds["rewarding"]
+    assert trainer.training_log.seconds["logprobs"] > 0.5 > trainer.training_log.seconds["rewarding"]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
+from torch import nn
 
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.models.quantization import check_quantized, number_of_weights
@@ -47,6 +51,38 @@ def quantization(model: Any) -> dict[str, Any] | None:
     """How the weights of the model, or of the base model of an adapter, are quantised; None where they are not."""
     config = getattr(base_model(model).config, "quantization_config", None)
     return config if config is None or isinstance(config, dict) else dict(config.to_dict())
+
+
+BYTES_PER_WEIGHT = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+"""NF4 with its scales: one byte for 64 weights, four for 256 of those (arXiv:2305.14314)."""
+
+
+def weight_bytes(model: Any, quantization: str | None = None) -> dict[str, int]:
+    """Memory of the weights, by the name of the dtype or quantisation that they are stored in.
+
+    Args:
+        quantization: "nf4" or "int8" where the model is still to be loaded in this form.
+    """
+    planned = {id(layer.weight) for layer in quantizable_layers(model)} if quantization else set()
+    sizes: Counter[str] = Counter()
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        name = str(parameter.dtype).removeprefix("torch.") if state is None else str(state.quant_type)
+        if quantization is not None:
+            name = quantization if id(parameter) in planned else "float32"
+        scales = 4 * parameter.shape[0] if name == "int8" else 0
+        per_weight = BYTES_PER_WEIGHT.get(name) or getattr(torch, name).itemsize
+        sizes[name] += int(number_of_weights(parameter) * per_weight) + scales
+    return dict(sizes)
+
+
+def quantizable_layers(model: Any) -> Iterator[nn.Linear]:
+    """The layers that bitsandbytes replaces: the linear ones, without the head and without those of an adapter."""
+    base = base_model(model)
+    head = base.get_output_embeddings()
+    for module in base.modules():
+        if type(module) is nn.Linear and module is not head and not module.weight.requires_grad:
+            yield module
 
 
 PROMPT_LEARNING = (

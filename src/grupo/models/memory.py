@@ -42,43 +42,76 @@ def token_budget(base: Any, device_type: str, free: int | None, *, checkpointing
 
 
 def activation_bytes_per_token(base: Any, *, checkpointing: bool) -> int | None:
-    """What backward needs of one token, by the sizes in the model's configuration; None where it does not tell them.
+    """Memory that backward needs for one token; None where the model's configuration does not give its sizes."""
+    widths = LayerWidths.of(base)
+    if widths is None:
+        return None
+    element_size: int = next(base.parameters()).element_size()
+    return _saved_numbers(base, widths, checkpointing=checkpointing) * element_size
+
+
+def activation_bytes(
+    base: Any,
+    widths: LayerWidths,
+    tokens: int,
+    *,
+    itemsize: int,
+    device_type: str,
+    checkpointing: bool,
+    offload: bool,
+) -> int:
+    """Memory of the activations of a micro-batch; on the CPU with what was freed and not yet returned to the system.
+
+    Args:
+        itemsize: bytes of one number of the hidden states.
+        offload: whether saved activations wait in host memory, which makes no difference on the CPU.
+    """
+    layer = tokens * widths.in_layer(4) * itemsize
+    if offload and device_type != "cpu":
+        return layer
+    saved = tokens * _saved_numbers(base, widths, checkpointing=checkpointing) * itemsize
+    # Between two trims, the process keeps what these layers have computed and freed.
+    return saved + (TRIM_EVERY_LAYERS["forward"] * layer if device_type == "cpu" else 0)
+
+
+def _saved_numbers(base: Any, widths: LayerWidths, *, checkpointing: bool) -> int:
+    """Numbers that backward needs for one token.
 
     Per layer: inputs of both norms, queries, keys and values, attention output twice, and two tensors as wide as the
-    feed-forward part, or four where none is recomputed (`recompute_cheap_activations`). With checkpointing one layer
-    of that, whole, and the input of every layer.
+    feed-forward part, or four where none is recomputed (`recompute_cheap_activations`). With checkpointing: one whole
+    layer of that, and the input of every layer.
     """
-    sizes = LayerWidths.of(base)
-    if sizes is None:
-        return None
     kept = 2 if not checkpointing and any(map(is_gated, base.modules())) else 4
-    layer = sizes.in_layer(kept)
-    numbers = sizes.layers * sizes.hidden + layer if checkpointing else sizes.layers * layer
-    element_size: int = next(base.parameters()).element_size()
-    return numbers * element_size
+    layer = widths.in_layer(kept)
+    return widths.layers * widths.hidden + layer if checkpointing else widths.layers * layer
 
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Numbers of one token in the tensors of one layer."""
+    """Sizes of a model: numbers of one token in the tensors of one layer."""
 
     layers: int
     hidden: int
     queries: int
-    """Of all heads."""
+    """Queries of all heads."""
     keys: int
-    """Of all key-value heads, and as many values."""
+    """Keys of all key-value heads; the values are as many."""
     inner: int
     """Width of the feed-forward part, or of all experts that a token goes to."""
 
+    @property
+    def cached(self) -> int:
+        """Keys and values of one token in all layers."""
+        return self.layers * 2 * self.keys
+
     def in_layer(self, kept: int) -> int:
-        """Numbers of one token that backward needs of a layer, with `kept` tensors as wide as its input and its
+        """Numbers of one token that backward needs in a layer, with `kept` tensors as wide as its input and its
         feed-forward part."""
         return kept * self.hidden + 3 * self.queries + 2 * self.keys + kept * self.inner
 
     @classmethod
     def of(cls, base: Any) -> LayerWidths | None:
-        """None where the model's configuration does not tell them."""
+        """The sizes in the model's configuration; None where it does not give them."""
         config = base.config.get_text_config() if hasattr(base, "config") else None
         hidden, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
         heads, inner = getattr(config, "num_attention_heads", None), getattr(config, "intermediate_size", None)

@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from grupo.models.activation_recompute import register_recompute
+from grupo.models.memory import LayerWidths
 from grupo.types import GroupSpan, PackedLayout
 
 ATTENTION = "grupo_packed"
@@ -104,6 +105,35 @@ def missing_window_reason(base: Any, layout: PackedLayout) -> str | None:
     if expected and layout.windows <= {None}:
         return "the layers of this model do not tell their sliding windows to the attention function"
     return None
+
+
+def attention_bytes(
+    prompt: int,
+    completion: int,
+    completions: int,
+    *,
+    widths: LayerWidths,
+    layers: int,
+    itemsize: int,
+    device_type: str,
+) -> int:
+    """Memory that attention keeps for backward, in addition to queries, keys and values.
+
+    Each block of queries of a completion has a mask. Where the kernel does not share key-value heads, as on CUDA, each
+    block also has copies, for every head, of all keys and values before its end.
+
+    Args:
+        prompt, completion: tokens of the prompt and of each completion.
+        completions: completions in the micro-batch.
+        layers: layers whose tensors are kept at the same time.
+    """
+    block = min(QUERY_BLOCK, completion)
+    ends = [min(start + block, completion) for start in range(0, completion, block)]
+    keys = sum(prompt + end for end in ends)
+    masks = keys * block * (layers if len(ends) > KEPT_MASKS else 1)
+    has_copies = device_type == "cuda" and widths.queries != widths.keys
+    copies = layers * completions * keys * 2 * widths.queries if has_copies else 0
+    return (masks + copies) * itemsize
 
 
 def shared_prompt_attention(

@@ -50,6 +50,27 @@ def micro_batches(
         start = stop
 
 
+def largest_micro_batch(
+    completions: int, micro_batch_size: int, *, group_size: int, prompt: int, completion: int, **limits: Any
+) -> tuple[int, int]:
+    """(tokens, completions) of the largest micro-batch, when all prompts and completions have the same length.
+
+    Args:
+        completions: completions of one step on this rank, `group_size` of each prompt.
+        prompt, completion: tokens of a prompt and of a completion.
+        limits: as in `micro_batches`.
+    """
+    prompts = [(index, *[0] * (prompt - 1)) for index in range(completions)]
+    ids = (0,) * completion
+    samples = [TrainingSample(prompts[index // group_size], ids, 1.0, True, True, None) for index in range(completions)]
+
+    def tokens(batch: Sequence[TrainingSample]) -> int:
+        return (len(_by_prompt(batch)) if limits["packed"] else len(batch)) * prompt + len(batch) * completion
+
+    largest = max(micro_batches(samples, micro_batch_size, **limits), key=tokens)
+    return tokens(largest), len(largest)
+
+
 def _packed_batches(
     samples: Sequence[TrainingSample], max_completions: int, token_budget: int | None
 ) -> Iterator[list[TrainingSample]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 TOKEN_CHUNK = 1024
 VOCABULARY_CHUNK = 4096
@@ -51,6 +51,20 @@ def chunked_logprobs(
         hidden, weight, bias, targets, temperature, with_entropy, head_in_float32, token_chunk, vocabulary_chunk
     )
     return logprobs, entropy if with_entropy else None
+
+
+def logprob_bytes(head: Any, count: int, *, vocabulary: int, itemsize: int) -> int:
+    """Peak memory of the log-probs of `count` tokens and of their gradients, with a head of `vocabulary` rows.
+
+    Args:
+        head: the model's output embedding. Where it is not a plain linear layer, full logits are computed.
+        itemsize: bytes of one number of the hidden states.
+    """
+    if type(head) is not nn.Linear:
+        return 4 * count * vocabulary * 4  # logits, logits in float32, probabilities, gradient
+    tile = 2 * min(count, TOKEN_CHUNK) * min(vocabulary, VOCABULARY_CHUNK) * 4
+    weight_gradient = head.weight.numel() * 4 if head.weight.requires_grad else 0
+    return count * head.in_features * 2 * (itemsize + 4) + tile + weight_gradient
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -24,6 +24,10 @@ class Reference(Protocol):
         """Context in which the model computes as the reference. Must not be open between a forward and its backward."""
         ...
 
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 class ReferencePolicy:
     """The policy at the start of training, kept as a copy of the trainable parameters only.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from grupo.models.inspect import base_model, vocabulary_size
+from grupo.models.memory import LayerWidths
 from grupo.models.quantization import arithmetic_dtype
 from grupo.models.shared_prompt_attention import (
     LAYOUT_KEYWORD,
@@ -25,7 +26,7 @@ from grupo.models.shared_prompt_attention import (
     packed_attention,
     packing_unsupported_reason,
 )
-from grupo.rollout.local.kv_cache import AlignedKVCache
+from grupo.rollout.local.kv_cache import AlignedKVCache, cache_bytes
 from grupo.types import GroupSpan, PackedLayout
 
 CHECK_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
@@ -42,6 +43,13 @@ class PrefilledPrompt:
     cache: Any
     logits: Tensor
     """(V,) after the prompt's last token."""
+
+
+def prefill_bytes(prompts: int, prompt: int, widths: LayerWidths, *, itemsize: int, cache_itemsize: int) -> int:
+    """Memory of `prompts` prompts of `prompt` tokens on their way into the cache: their keys and values, and what one
+    forward computes."""
+    computed = min(prompts * prompt, max(PREFILL_TOKENS, prompt))
+    return cache_bytes(prompts * prompt, widths, itemsize=cache_itemsize) + computed * widths.in_layer(4) * itemsize
 
 
 class Decoder(Protocol):

@@ -127,8 +127,7 @@ class LocalEngine:
     def _decoding_model(self) -> nn.Module:
         if self.copies is None:
             # Once: with folded adapters numbers are rounded differently, and a run is to stay the same all along.
-            free, needed = free_bytes(self.device), dense_bytes(self.model)
-            self.copies = free is None or free > COPY_HEADROOM * needed
+            self.copies = copy_fits(self.model, free_bytes(self.device))
         copied = make_inference_copy(self.model) if self.copies else None
         return self.model if copied is None else copied
 
@@ -240,6 +239,11 @@ class LocalEngine:
             sampled_logprobs=tuple(row.sampled_logprobs),
             entropies=tuple(row.entropies),
         )
+
+
+def copy_fits(model: nn.Module, free: int | None) -> bool:
+    """Whether `free` bytes are enough for a copy that decodes; None: they are not known, and taken as enough."""
+    return free is None or free > COPY_HEADROOM * dense_bytes(model)
 
 
 def max_rows_for(device_type: str) -> int:

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grupo.models.inplace_lora import has_hooks, is_plain_lora
-from grupo.models.inspect import base_model
+from grupo.models.inspect import base_model, quantizable_layers
 from grupo.models.quantization import dense_dtype, dense_weight, is_4bit, is_8bit, multiplies_dense_weight
 from grupo.rollout.local.fused_layer import DecodingLayer, Rotation, is_fusible
 
 PACKED_TOLERANCE = 1e-5
 """Relative to the largest magnitude: products may be summed up in another order, and no more."""
+DENSE_ITEMSIZE = {"nf4": {"cpu": 4, "cuda": 2}, "int8": {"cpu": 4, "cuda": 0}}
+"""Bytes of a quantised weight in the copy, by kind of device; 8-bit layers are not copied on CUDA."""
 FOLDED_INTO = (torch.float32, torch.float64)
 
 
@@ -44,8 +46,15 @@ def make_inference_copy(model: Any) -> nn.Module | None:
     return _copied(base, functools.partial(_replacement, rotation=Rotation()), {})
 
 
-def inference_copy_bytes(model: Any, device_type: str, *, autocast: bool) -> int:
-    """Of the weights that `make_inference_copy` makes anew on a device of this kind; nothing is made."""
+def inference_copy_bytes(model: Any, device_type: str, *, autocast: bool, quantization: str | None = None) -> int:
+    """Memory of the weights that `make_inference_copy` allocates on a device of this kind.
+
+    Args:
+        quantization: "nf4" or "int8" where the model is still to be loaded in this form.
+    """
+    if quantization is not None:
+        weights = sum(layer.weight.numel() for layer in quantizable_layers(model))
+        return weights * DENSE_ITEMSIZE[quantization][device_type]
     packs = device_type == "cpu" and _packing_works()
 
     def of(module: Any) -> int:

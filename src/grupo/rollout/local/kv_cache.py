@@ -11,16 +11,29 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from grupo.models.memory import LayerWidths
+
 GROWTH = 1.5
 SPARE_COLUMNS = 64
 
 
-def columns_for(needed: int, *, prompt: int) -> int:
-    """Columns of a cache that began with a prompt of so many tokens, and grew until `needed` fit."""
+def cache_columns(prompt: int, completion: int, *, refills: bool) -> int:
+    """Columns that the cache of completions of full length has in the end.
+
+    Args:
+        prompt, completion: tokens of a prompt and of a completion.
+        refills: whether rows enter while others are being decoded: those begin further right.
+    """
+    needed = prompt + completion - 1 + (SPARE_COLUMNS if refills else 0)
     columns = prompt + SPARE_COLUMNS
     while columns < needed:
         columns = _grown(columns)
     return columns
+
+
+def cache_bytes(tokens: int, widths: LayerWidths, *, itemsize: int) -> int:
+    """Memory of the keys and values of `tokens` tokens in all layers."""
+    return tokens * widths.cached * itemsize
 
 
 def _grown(columns: int) -> int:
