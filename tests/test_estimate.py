@@ -12,7 +12,8 @@ from grupo import GRPOConfig
 from grupo.estimate import REMEDIES, MemoryEstimate, memory_estimate
 from grupo.models.decoding import copied_bytes, decoding_copy
 from grupo.models.fresh_adapter import add_adapter
-from grupo.models.quantized import quantization_config, quantized_layers
+from grupo.models.quantized import quantization_config
+from grupo.quantized_layers import quantized_layers
 from grupo.rollout.decoders import Calls, RowDecoder
 from suite.measure import MIB
 from suite.models import load

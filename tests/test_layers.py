@@ -33,7 +33,7 @@ LAYERS = [
         *("recipe", "config", "config_fields", "config_rules", "config_translation", "config_values"),
         *("optimizer_rules", "step_plan"),
     ],
-    ["chat_templates", "metrics", "sampling", "sampling_params", "hub"],
+    ["chat_templates", "metrics", "sampling", "sampling_params", "hub", "quantized_layers"],
     ["records", "names", "errors"],
 ]
 LEVEL = {name: len(LAYERS) - level for level, names in enumerate(LAYERS) for name in names}

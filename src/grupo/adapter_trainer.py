@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import align_special_tokens
 
 from grupo.models.adapters import save_adapter
 from grupo.models.load import keep_savable
+from grupo.quantized_layers import evaluation_mode, keep_unpacked
 
 
 class AdapterTrainer(Trainer):
@@ -22,6 +24,13 @@ class AdapterTrainer(Trainer):
         super().__init__(*args, **keywords)
         align_special_tokens(self.model, self.processing_class)  # as the base class does when training begins
         keep_savable(self.model)
+        assert self.model is not None
+        keep_unpacked(self.model)
+
+    def prediction_step(self, model: nn.Module, *args: Any, **keywords: Any) -> Any:
+        """As in the base class, which has called `model.eval()` before."""
+        with evaluation_mode(model):
+            return super().prediction_step(model, *args, **keywords)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Private in the base class, but both `save_model` and checkpoints come here."""

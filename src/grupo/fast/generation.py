@@ -17,6 +17,7 @@ from grupo.errors import ConfigError, DataError
 from grupo.models.asked import asked_of
 from grupo.models.fresh_adapter import undone_on_error
 from grupo.models.load import context_length, ids_of_stop_texts, load_tokenizer, stop_token_ids
+from grupo.quantized_layers import evaluation_mode, modes_restored
 from grupo.records import Completion, Prompt
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local import LocalEngine
@@ -145,7 +146,7 @@ def _generate(model: Any, prompts: Any, sampling_params: Any, lora_request: Any,
         )
     if isinstance(prompts, torch.Tensor):
         tensors["input_ids"] = prompts
-    with _using_adapter(model, lora_request) as policy:
+    with _using_adapter(model, lora_request) as policy, evaluation_mode(policy):
         return policy.generate(**tensors)
 
 
@@ -233,21 +234,28 @@ def _using_adapter(model: Any, request: Any) -> Iterator[Any]:
     if path is None:
         raise ConfigError(f"lora_request is {type(request).__name__}; pass what model.load_lora(folder) returns.")
     _check_adapter_folder(path)
-    # peft freezes what is not active, and thaws what is.
+    # peft freezes what is not active, and thaws what is; and it calls model.eval().
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        if isinstance(model, PeftModel):
-            yield from _instead_of_own(model, os.fspath(path))
-        else:
-            with undone_on_error(model), _said_of(path):
-                wrapped = PeftModel.from_pretrained(model, os.fspath(path))
-            try:
-                yield wrapped
-            finally:
-                wrapped.unload()
+        with modes_restored(model):
+            if isinstance(model, PeftModel):
+                yield from _instead_of_own(model, os.fspath(path))
+            else:
+                yield from _on_base(model, os.fspath(path))
     finally:
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
+
+
+def _on_base(model: Any, path: str) -> Iterator[Any]:
+    from peft import PeftModel
+
+    with undone_on_error(model), _said_of(path):
+        wrapped = PeftModel.from_pretrained(model, path)
+    try:
+        yield wrapped
+    finally:
+        wrapped.unload()
 
 
 def _instead_of_own(model: Any, path: str) -> Iterator[Any]:

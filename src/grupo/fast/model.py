@@ -28,8 +28,9 @@ from grupo.models.load import (
     load_tokenizer,
     supports_bfloat16,
 )
-from grupo.models.quantized import quantization_config, spare_evaluation_mode
+from grupo.models.quantized import quantization_config
 from grupo.names import counted
+from grupo.quantized_layers import set_evaluation_mode
 from grupo.runs.newest import newest_model
 
 logger = logging.getLogger("grupo")
@@ -132,7 +133,6 @@ class FastLanguageModel:
         _check_length(max_seq_length, context_length(model))
         if quantization is None and torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())
-        spare_evaluation_mode(model)
         checkpointing, offload = _checkpointing(use_gradient_checkpointing)
         ask(model, Asked(tokenizer, max_seq_length, checkpointing, offload, trains_all=full_finetuning))
         return _with_methods(model), tokenizer
@@ -223,8 +223,7 @@ class FastLanguageModel:
     def for_inference(model: Any) -> Any:
         """Dropout and checkpointing off, for `model.generate`. `model.fast_generate` does not need it."""
         _check_is_model(model, "for_inference")
-        model.eval()
-        spare_evaluation_mode(model)
+        set_evaluation_mode(model)
         return model
 
     @staticmethod

@@ -22,7 +22,8 @@ from torch.nn import functional
 from grupo.models.decoding_layer import DecodingLayer, Rotation, is_fusible
 from grupo.models.load import base_model
 from grupo.models.lora import has_hooks, is_plain_lora
-from grupo.models.quantized import dense_dtype, dense_weight, is_4bit, is_8bit, multiplies_dense_weight
+from grupo.models.quantized import dense_dtype, dense_weight, multiplies_dense_weight
+from grupo.quantized_layers import is_4bit, is_8bit
 
 PACKED_TOLERANCE = 1e-5
 """Relative to the largest magnitude: products may be summed up in another order, and no more."""

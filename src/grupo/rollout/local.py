@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from grupo.errors import TrainingError
 from grupo.models.decoding import decoding_copy, unfolded_layers
 from grupo.models.memory import free_bytes, give_back_memory
-from grupo.models.quantized import dense_bytes, spare_evaluation_mode
+from grupo.models.quantized import dense_bytes
+from grupo.quantized_layers import evaluation_mode
 from grupo.records import Completion, FinishReason
 from grupo.rollout.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
 from grupo.rollout.engine import GenerationRequest
@@ -102,7 +103,8 @@ class LocalEngine:
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         finished: dict[tuple[int, int], Completion] = {}
         if any(request.seeds for request in requests):
-            with torch.no_grad(), _evaluation_mode(self.model), self.autocast():
+            # Without dropout, and without gradient checkpointing, which would drop the cache.
+            with torch.no_grad(), evaluation_mode(self.model), self.autocast():
                 model = self._decoding_model()
                 decoder = self._decoder(model, requests)
                 # Faster still, but tensors that are made in it can never take part in training: only for the copy.
@@ -254,16 +256,3 @@ def _uniforms(seed: int, sampling: SamplingSpec) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     numbers: list[float] = torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator).tolist()
     return numbers
-
-
-@contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """`eval()` for the rollout: dropout off, and gradient checkpointing, which would drop the cache, off too."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    spare_evaluation_mode(model)
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
