@@ -31,6 +31,7 @@ check: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/bench.py recipes parts sweeps

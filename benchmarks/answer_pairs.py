@@ -18,7 +18,7 @@ import yaml
 
 from grupo.rewards import Extraction, math_accuracy
 
-TABLE = Path(__file__).parent.parent / "tests" / "rewards" / "answer_pairs.yaml"
+TABLE = Path(__file__).parent.parent / "tests" / "rewards" / "verifiers" / "answer_pairs.yaml"
 REASONING = "Then 48 of the clips are sold in April, and half as many in May, so we add them: $48 + 24 = 72$.\n"
 
 

@@ -118,4 +118,4 @@ def test_the_end_of_a_turn_ends_a_completion(tmp_path):
         [{"prompt": TALK}], processing_class=tokenizer,
     )  # fmt: skip
     end, eos, x = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>", "x"])
-    assert set(trainer.stop_token_ids) == {end, eos, x}
+    assert set(trainer.policy.stop_token_ids) == {end, eos, x}

@@ -11,19 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grupo.data.loading import recipe_rows
 from transformers import PrinterCallback, TrainerCallback
 
 from grupo import GRPOConfig, GRPOTrainer
+from grupo.cli.train import recipe_rewards
 from grupo.data.prompts import PromptTokenizer, tokenize_rows
-from grupo.data.sources import recipe_rows
 from grupo.evals.held_out import evaluate_held_out
-from grupo.models.load import stop_token_ids
-from grupo.recipe import Recipe, load_recipe
-from grupo.rewards.runner import RewardRunner
-from grupo.rollout.collect import RolloutCollector
-from grupo.rollout.local import LocalEngine
+from grupo.models.inspect import stop_token_ids
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import load_recipe
+from grupo.rewards.execution.runner import RewardRunner
+from grupo.rollout.collector import RolloutCollector
+from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
-from grupo.train_command import recipe_rewards
 from suite.models import load, lora
 
 GOAL = 0.7

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.names import nearest
+from grupo.utils.messages import did_you_mean
 
 logger = logging.getLogger("grupo")
 
@@ -88,7 +88,7 @@ def check_template_name(template: str | None) -> None:
         return
     raise ConfigError(
         f"chat_template={template!r} is not one of {', '.join(map(repr, CHAT_TEMPLATES))}, and no Jinja text either."
-        f"{nearest(template, CHAT_TEMPLATES)}"
+        f"{did_you_mean(template, CHAT_TEMPLATES)}"
     )
 
 

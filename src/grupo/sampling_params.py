@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.names import nearest
+from grupo.utils.messages import did_you_mean
 
 
 @dataclass(init=False)
@@ -61,7 +61,7 @@ vLLMSamplingParams = SamplingParams
 
 
 @dataclass(frozen=True)
-class RequestedSampling:
+class SamplingOverrides:
     """What somebody set, and nothing that they left at its default."""
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def _check_others(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if name not in known:
             raise ConfigError(
-                f"There is no sampling parameter {name!r}.{nearest(name, known)} The in-process engine has "
+                f"There is no sampling parameter {name!r}.{did_you_mean(name, known)} The in-process engine has "
                 f"{', '.join(_READ)}."
             )
         if name in _ABSENT and not (value is None or _equal(value, _ABSENT[name])):
@@ -126,7 +126,7 @@ def _equal(left: Any, right: Any) -> bool:
         return False
 
 
-def requested_sampling(params: Any) -> RequestedSampling:
+def requested_sampling(params: Any) -> SamplingOverrides:
     """Reads `SamplingParams` of ours or of vLLM, which need not be installed, or a dict with such keys.
 
     Raises:
@@ -141,7 +141,7 @@ def requested_sampling(params: Any) -> RequestedSampling:
     if settings.get("top_k") == -1:
         settings["top_k"] = 0
     stop = changed.get("stop") or ()
-    return RequestedSampling(
+    return SamplingOverrides(
         settings=settings,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(changed.get("stop_token_ids") or ()),

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer
 
-from grupo.algo import EntropyController, compute_advantages
-
-from .cases import LEVELS, Case, Settings, assert_same, entropies, random_case, run_grupo
-from .trl_oracle import loss_trainer, trl_advantages, trl_inputs, trl_loss
+from grupo.algo.advantages import compute_advantages
+from grupo.algo.entropy import EntropyController
+from loss_cases import LEVELS, Case, Settings, assert_same, entropies, random_case, run_grupo
+from trl_oracle import loss_trainer, trl_advantages, trl_inputs, trl_loss
 
 TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 SCALES = ("group", "batch", "none")

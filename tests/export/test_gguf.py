@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from export.adapters import ADAPTERS, SIZES, TOKENIZER, adapted, base_folder
 from families import family_model
 from grupo.errors import ConfigError, ExportError, UnsupportedError
-from grupo.export import gguf_file, to_gguf
-from grupo.export.comparison import TEXT, check_ids, difference, logits_of
+from grupo.export import gguf as gguf_file
+from grupo.export import to_gguf
 from grupo.export.gguf_tokenizer import vocabulary
+from grupo.export.logit_check import TEXT, check_ids, difference, logits_of
+from saved_adapters import ADAPTERS, SIZES, TOKENIZER, adapted, base_folder
 from tiny import BPE_CHAT_TEMPLATE, PRE_TOKENIZERS, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
 
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}

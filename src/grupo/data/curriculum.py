@@ -14,8 +14,8 @@ from typing import Any
 
 from grupo.data.prompts import Outcome, PromptStream, Rows, TokenizedRow, column_names
 from grupo.errors import ConfigError, DataError
-from grupo.names import counted, nearest
-from grupo.records import Prompt
+from grupo.types import Prompt
+from grupo.utils.messages import did_you_mean, pluralize
 
 logger = logging.getLogger("grupo")
 
@@ -108,9 +108,9 @@ class Curriculum:
             if together >= prompts_per_window:
                 break
         raise DataError(
-            f"The first level of the curriculum ({self.column}={first:g}) has {counted(size, 'prompt')}, and a rollout "
-            f"window needs {prompts_per_window}. The levels up to {self.column}={last:g} have {together} together: "
-            "give them one value, for example by rounding the column, or make the rollout smaller."
+            f"The first level of the curriculum ({self.column}={first:g}) has {pluralize(size, 'prompt')}, and a "
+            f"rollout window needs {prompts_per_window}. The levels up to {self.column}={last:g} have {together} "
+            "together: give them one value, for example by rounding the column, or make the rollout smaller."
         )
 
 
@@ -197,7 +197,8 @@ def check_curriculum_column(column: str | None, dataset: Rows | None) -> None:
     if column not in known:
         raise ConfigError(
             f"curriculum_column='{column}' is no column of the training data, which have {sorted(known)} beside the "
-            f"prompt.{nearest(column, known)} For prompts of unknown difficulty, grupo.evals.pass_rates measures it."
+            f"prompt.{did_you_mean(column, known)} For prompts of unknown difficulty, grupo.evals.pass_rates measures "
+            "it."
         )
 
 

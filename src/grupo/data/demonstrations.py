@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grupo.data.decontamination import question_text
 from grupo.data.prompts import PromptTokenizer, Rows, checked_content, row_numbers
-from grupo.data.splits import question_text
 from grupo.errors import DataError
 
 logger = logging.getLogger("grupo")

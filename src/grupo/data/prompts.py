@@ -5,6 +5,7 @@ The ids made here are the ids everywhere: the engine continues them, and policy,
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import re
@@ -16,7 +17,7 @@ from jinja2 import TemplateError
 
 from grupo.chat_templates import fitting_templates
 from grupo.errors import DataError, UnsupportedError
-from grupo.records import Prompt
+from grupo.types import Prompt
 
 logger = logging.getLogger("grupo")
 
@@ -448,3 +449,13 @@ def reward_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     """The dataset columns as reward functions get them: one list per column, one entry per completion."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+
+
+def rows_hash(rows: Iterable[TokenizedRow]) -> str:
+    """BLAKE2 of the training prompts, of their numbers, and of the columns that reward functions get."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        # Without the addresses of objects that have no text of their own.
+        text = re.sub(" at 0x[0-9a-f]+", "", repr((row.row, row.token_ids, row.columns)))
+        digest.update(f"{text}\n".encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()

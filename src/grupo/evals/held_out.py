@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grupo.algo.advantages import AdvantageSettings
 from grupo.data.prompts import TokenizedRow
 from grupo.errors import RewardError
 from grupo.evals.statistics import Interval, clustered_interval
-from grupo.records import Group, group_record
-from grupo.rollout.collect import RolloutCollector
-from grupo.rollout.deal import even_share
-from grupo.rollout.slots import AdvantageSettings
+from grupo.rollout.collector import RolloutCollector
+from grupo.rollout.schedule import rank_slice
 from grupo.sampling import SamplingSpec
+from grupo.types import Group, group_record
 
 FEW_PROMPTS = 20
 """Below so many prompts the intervals, which treat prompts as a large sample, are too narrow more often than they say
@@ -67,14 +67,14 @@ def evaluate_held_out(
     samples_per_prompt: int,
     sampling: SamplingSpec,
     weights: Sequence[float] | None = None,
-    rows_at_once: int | None = None,
+    completions_at_once: int | None = None,
     world_size: int = 1,
     rank: int = 0,
 ) -> HeldOutResult:
     """Samples `samples_per_prompt` answers to every row and scores them with the weighted sum of the run's rewards.
 
-    Each rank answers its share of the prompts, and all ranks get the result of all. At most `rows_at_once` answers are
-    sampled together; None: all.
+    Each rank answers its share of the prompts, and all ranks get the result of all. At most `completions_at_once`
+    answers are sampled together; None: all.
 
     The random numbers depend on the run's seed, the prompt and the place of the sample only, so that two evaluations in
     one run differ by the model alone.
@@ -83,20 +83,15 @@ def evaluate_held_out(
         RewardError: a sample could not be scored.
     """
     prompts = [row.draw(row.row) for row in rows]
-    own_prompts = even_share(len(prompts), world_size, rank)
+    own_prompts = rank_slice(len(prompts), world_size, rank)
     result = collector.collect(
         prompts,
         [prompt * samples_per_prompt + place for prompt in own_prompts for place in range(samples_per_prompt)],
         group_size=samples_per_prompt,
         sampling=sampling,
-        settings=AdvantageSettings(
-            weights=None if weights is None else tuple(weights),
-            scale="none",
-            aggregation="sum_then_normalize",
-            max_failed_share=0.0,
-        ),
-        purpose="held-out",
-        rows_at_once=rows_at_once,
+        settings=AdvantageSettings(reward_weights=weights, scale_rewards="none", max_failed_reward_share=0.0),
+        seed_scope="held-out",
+        completions_at_once=completions_at_once,
     )
     groups = tuple(itertools.chain(*collector.all_gather(result.groups)))
     for group in groups:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from grupo.algo.advantages import AdvantageSettings
 from grupo.data.curriculum import is_success
 from grupo.data.prompts import plain_rows, row_numbers
-from grupo.rollout.deal import even_share
-from grupo.rollout.slots import AdvantageSettings
+from grupo.rollout.schedule import rank_slice
 
 if TYPE_CHECKING:
     from grupo.trainer import GRPOTrainer
@@ -39,17 +39,16 @@ def measured_pass_rates(
     prompts = [row.draw(row.row) for row in trainer.tokenized_rows(dataset, "measured")]
     result = trainer.collector.collect(
         prompts,
-        even_share(len(prompts) * samples, world_size, trainer.args.process_index),
+        rank_slice(len(prompts) * samples, world_size, trainer.args.process_index),
         group_size=samples,
         sampling=config.sampling_spec(),
         settings=AdvantageSettings(
-            weights=None if config.reward_weights is None else tuple(config.reward_weights),
-            scale="none",
-            aggregation="sum_then_normalize",
-            max_failed_share=config.max_failed_reward_share,
+            reward_weights=config.reward_weights,
+            scale_rewards="none",
+            max_failed_reward_share=config.max_failed_reward_share,
         ),
-        purpose="pass rate",
-        rows_at_once=trainer.plan.completions_per_rollout // world_size,
+        seed_scope="pass rate",
+        completions_at_once=trainer.plan.completions_per_rollout // world_size,
     )
     rates: list[float | None] = [None] * len(dataset)
     place = {number: place for place, number in enumerate(row_numbers(dataset))}

@@ -9,18 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grupo.export.gguf_file import GgufReport as GgufReport
-    from grupo.export.gguf_file import to_gguf as to_gguf
+    from grupo.export.gguf import GgufReport as GgufReport
+    from grupo.export.gguf import to_gguf as to_gguf
     from grupo.export.merging import MergeReport as MergeReport
     from grupo.export.merging import merge as merge
     from grupo.export.upload import push as push
 
 _HOMES = {
-    "GgufReport": "grupo.export.gguf_file",
+    "GgufReport": "grupo.export.gguf",
     "MergeReport": "grupo.export.merging",
     "merge": "grupo.export.merging",
     "push": "grupo.export.upload",
-    "to_gguf": "grupo.export.gguf_file",
+    "to_gguf": "grupo.export.gguf",
 }
 
 __all__ = ["GgufReport", "MergeReport", "merge", "push", "to_gguf"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError
-from grupo.export.comparison import TEXT
+from grupo.export.logit_check import TEXT
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Token types of llama.cpp."""

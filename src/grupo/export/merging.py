@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.export.comparison import (
+from grupo.export.loading import on_original_base, open_folder, open_model
+from grupo.export.logit_check import (
     BOUNDS,
     IN_USE,
     Difference,
@@ -22,9 +23,8 @@ from grupo.export.comparison import (
     difference,
     logits_of,
 )
-from grupo.export.policies import on_original_base, open_folder, open_model
 from grupo.export.source import check_free, staged
-from grupo.models.load import dtype_named, load_policy
+from grupo.models.load import load_policy, parse_dtype
 
 logger = logging.getLogger("grupo")
 
@@ -34,7 +34,7 @@ LOST = 0.1
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What became of a merge; differences are those of `grupo.export.comparison`, in nats."""
+    """What became of a merge; differences are those of `grupo.export.logit_check`, in nats."""
 
     folder: Path
     dtype: str
@@ -83,7 +83,7 @@ def merge(
     """
     output = Path(output)
     check_free(output)
-    saved_as = None if dtype is None else dtype_named(dtype)
+    saved_as = None if dtype is None else parse_dtype(dtype)
     folded = fold(
         model,
         tokenizer=tokenizer,

@@ -1,29 +1,52 @@
-"""Rewards and verifiers, the runner that calls them, and the check that finds faults in them.
+"""Rewards and verifiers, the runner that calls them, and the checker that finds their faults.
 
-Importing this does not import torch.
+Importing this package does not import torch.
 """
 
-from grupo.rewards.agreement import Disagreement, disagreement
-from grupo.rewards.answers import Extraction, completion_text, extract_answer, extract_boxed, gold_number, last_number
-from grupo.rewards.cheating import no_cheating
-from grupo.rewards.check import check_rewards
-from grupo.rewards.code import code_reward, extract_code
-from grupo.rewards.format import tag_count, tag_format, think_format_reward
-from grupo.rewards.gsm8k import (
+from grupo.rewards.answers.extraction import (
+    Extraction,
+    completion_text,
+    extract_answer,
+    extract_boxed,
+    gold_number,
+    last_number,
+)
+from grupo.rewards.checker.check import check_rewards
+from grupo.rewards.checker.report import FAULTS, Fault, RewardReport
+from grupo.rewards.code.reward import code_reward, extract_code
+from grupo.rewards.code.static_checks import no_cheating
+from grupo.rewards.execution.results import RewardFailure, RewardTable
+from grupo.rewards.execution.runner import (
+    RewardRunner,
+    check_column_names,
+    exclusive,
+    overlap_with_logprobs,
+    reward_name,
+    run_alone,
+    run_beside_scoring,
+)
+from grupo.rewards.judge.reward import llm_judge
+from grupo.rewards.library.format import tag_count, tag_format, think_format_reward
+from grupo.rewards.library.gsm8k import (
     gsm8k_correctness,
     gsm8k_integer,
     gsm8k_soft_format,
     gsm8k_strict_format,
     gsm8k_tag_count,
 )
-from grupo.rewards.judge import llm_judge
-from grupo.rewards.length import (
+from grupo.rewards.library.length import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
     token_length,
 )
-from grupo.rewards.math import (
+from grupo.rewards.library.numeric import banded_answer, number_present, number_score, proximity
+from grupo.rewards.library.reward_model import reward_model
+from grupo.rewards.library.rubric import Check, rubric
+from grupo.rewards.registry import REWARDS, make_reward
+from grupo.rewards.verifiers.agreement import Disagreement, disagreement
+from grupo.rewards.verifiers.base import Verdict, Verifier, reward_from
+from grupo.rewards.verifiers.math import (
     MathVerifier,
     NumberVerifier,
     accuracy_reward,
@@ -32,18 +55,9 @@ from grupo.rewards.math import (
     number_match,
     reasoning_accuracy_reward,
 )
-from grupo.rewards.model import reward_model
-from grupo.rewards.numeric import banded_answer, number_present, number_score, proximity
-from grupo.rewards.prose import language_consistency, readability
-from grupo.rewards.puzzles import countdown, number_list, reasoning_gym
-from grupo.rewards.registry import REWARDS, make_reward
-from grupo.rewards.report import FAULTS, Fault, RewardReport
-from grupo.rewards.results import RewardFailure, RewardTable
-from grupo.rewards.rubric import Check, email_rubric, rubric
-from grupo.rewards.runner import RewardRunner, check_column_names, reward_name, run_alone, run_beside_scoring
-from grupo.rewards.symbolic import MathVerify
-from grupo.rewards.values import NumericCheck
-from grupo.rewards.verifiers import Verdict, Verifier, reward_from
+from grupo.rewards.verifiers.math_verify import MathVerify
+from grupo.rewards.verifiers.numeric_equivalence import NumericCheck
+from grupo.rewards.verifiers.puzzles import countdown, number_list, reasoning_gym
 
 __all__ = [
     "Check",
@@ -71,7 +85,7 @@ __all__ = [
     "completion_text",
     "countdown",
     "disagreement",
-    "email_rubric",
+    "exclusive",
     "extract_answer",
     "extract_boxed",
     "extract_code",
@@ -84,7 +98,6 @@ __all__ = [
     "gsm8k_soft_format",
     "gsm8k_strict_format",
     "gsm8k_tag_count",
-    "language_consistency",
     "last_number",
     "llm_judge",
     "make_reward",
@@ -94,8 +107,8 @@ __all__ = [
     "number_match",
     "number_present",
     "number_score",
+    "overlap_with_logprobs",
     "proximity",
-    "readability",
     "reasoning_accuracy_reward",
     "reasoning_gym",
     "reward_from",

@@ -1,0 +1,143 @@
+"""`grupo export`: a run's model for other programs, loaded back and compared before it is put in place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grupo.errors import ConfigError
+from grupo.export import merge, push, to_gguf
+from grupo.export.source import ADAPTER_CONFIG, Source, adapter_weights, check_free, find_source, staged
+from grupo.runs.model_card import card_from_files
+from grupo.runs.plots import REWARD_CURVE
+from grupo.utils.messages import BASE_QUANTIZATION
+
+ADAPTER_FILES = (
+    "adapter_*",
+    "*token*",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "README.md",
+    REWARD_CURVE,
+)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What the command line says beside the source and the target; None: not given."""
+
+    output: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    base: str | None = None
+    base_weights: str | None = None
+    repo: str | None = None
+    private: bool | None = None
+    revision: str | None = None
+
+
+USED_BY = {
+    "output": ("adapter", "merged", "gguf"),
+    "dtype": ("merged",),
+    "quantization": ("gguf",),
+    "base": ("merged", "gguf"),
+    "base_weights": ("merged", "gguf"),
+    "repo": ("hub",),
+    "private": ("hub",),
+    "revision": ("hub",),
+}
+
+
+def export(run: str, to: str, options: ExportOptions) -> int:
+    """Exports and says what was measured; exit code 0.
+
+    Raises:
+        ConfigError: an option of another target, or nothing to export.
+        ExportError: what was written is not the trained model, or the Hub was not reached.
+    """
+    for name, targets in USED_BY.items():
+        if getattr(options, name) is not None and to not in targets:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} has no effect with --to {to}: it is for --to {' and --to '.join(targets)}.")
+    if to == "hub":
+        if options.repo is None:
+            raise ConfigError("--to hub needs the repository: --repo NAME or --repo OWNER/NAME.")
+        more: dict[str, Any] = {"private": options.private, "revision": options.revision}
+        print(push(_folder_to_push(run), options.repo, **more))
+        return 0
+    source = find_source(run)
+    if to == "adapter":
+        _copy_adapter(source, _output(run, options.output, "adapter"))
+        return 0
+    about: dict[str, Any] = {"base": options.base, "base_weights": options.base_weights or "dequantised"}
+    if to == "merged":
+        merged = merge(str(source.folder), _output(run, options.output, "merged"), dtype=options.dtype, **about)
+        _write_card(source, merged.folder)
+        print(f"{merged.folder}  {merged.dtype}, head and embedding {'tied' if merged.is_tied else 'apart'}")
+        print(f"merged against adapter on base: log-probs differ by {merged.merging.largest:.1e} nats at most")
+        print(f"rounding to {merged.dtype}: {merged.rounding.divergence:.1e} nats a token; "
+              f"training moved it by {merged.effect.divergence:.1e}")  # fmt: skip
+        return 0
+    quantization = options.quantization or "q8_0"
+    made = to_gguf(
+        str(source.folder), _output(run, options.output, f"{quantization}.gguf"), quantization=quantization, **about
+    )
+    print(f"{made.file}  {made.quantization}, {made.bytes / 1e6:.1f} MB, pre-tokenizer {made.pre_tokenizer}")
+    print(f"loaded back: {made.rounding.divergence:.1e} nats a token from the trained model; "
+          f"training moved it by {made.effect.divergence:.1e}")  # fmt: skip
+    return 0
+
+
+def _output(run: str, given: str | None, ending: str) -> Path:
+    """By default beside the run: `runs/sums-merged`."""
+    folder = Path(run).resolve()
+    path = Path(given) if given is not None else folder.with_name(f"{folder.name}-{ending}")
+    check_free(path)
+    return path
+
+
+def _copy_adapter(source: Source, output: Path) -> None:
+    if not source.is_adapter:
+        raise ConfigError(f"{source.folder} has a whole model and no adapter. Export it with --to merged.")
+    with staged(output) as folder:
+        for pattern in ADAPTER_FILES:
+            for file in source.folder.glob(pattern):
+                if file.is_file():
+                    shutil.copy2(file, folder / file.name)
+        if source.quantization:  # of a PEFT model saved without the trainer, it is in the manifest alone
+            (folder / BASE_QUANTIZATION).write_text(json.dumps(source.quantization, indent=2) + "\n", encoding="utf-8")
+        _check_loads(folder)
+    base = source.adapter_config.get("base_model_name_or_path")
+    print(f"{output}  for the base model {base}")
+
+
+def _check_loads(folder: Path) -> None:
+    from peft import PeftConfig
+
+    PeftConfig.from_pretrained(str(folder))
+    weights = adapter_weights(folder)
+    broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    if not weights or broken:
+        raise ConfigError(f"The adapter has {f'NaN or infinity in {broken[0]}' if broken else 'no weights'}: {folder}.")
+
+
+def _folder_to_push(run: str) -> Path:
+    """The folder itself where it has files to upload, such as a GGUF file; the newest checkpoint of a killed run."""
+    folder = Path(run)
+    if folder.is_dir() and (any(folder.glob("*.gguf")) or not (folder / "manifest.json").is_file()):
+        return folder
+    return find_source(run).folder
+
+
+def _write_card(source: Source, folder: Path) -> None:
+    base = source.adapter_config.get("base_model_name_or_path")
+    card = card_from_files(folder, source.run, base_model=base, is_adapter=(folder / ADAPTER_CONFIG).is_file())
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    drawing = source.run / REWARD_CURVE
+    if drawing.is_file():
+        shutil.copy2(drawing, folder / REWARD_CURVE)

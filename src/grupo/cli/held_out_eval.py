@@ -1,0 +1,91 @@
+"""The held-out evaluation of `grupo train`, once before training and once after, with the same random numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from typing import Any
+
+from grupo.data.prompts import Rows, rows_hash
+from grupo.evals.held_out import HeldOutResult, evaluate_held_out
+from grupo.recipes.schema import Recipe
+from grupo.sampling import SamplingSpec
+from grupo.trainer import GRPOTrainer
+
+logger = logging.getLogger("grupo")
+
+
+def evaluation(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Evaluation | None:
+    """None where the recipe switches it off or has nothing held out."""
+    if not recipe.eval.enabled:
+        return None
+    if not len(rows):
+        logger.warning("Nothing is held out, so there is no evaluation. Set dataset.held_out to a number of rows.")
+        return None
+    return Evaluation(recipe, trainer, rows)
+
+
+class Evaluation:
+    """Answers to the held-out prompts of a recipe, and their files in the run folder."""
+
+    def __init__(self, recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> None:
+        self.trainer, self.config = trainer, trainer.config
+        self.samples_per_prompt = recipe.eval.samples_per_prompt
+        self.prompts = trainer.tokenized_rows(rows, "held-out")
+        if recipe.eval.max_prompts is not None and recipe.eval.max_prompts < len(self.prompts):
+            # Not the first ones: rows are often in order of difficulty.
+            drawn = random.Random(f"held-out prompts, seed {self.config.seed}")
+            self.prompts = drawn.sample(self.prompts, recipe.eval.max_prompts)
+        self.sampling = SamplingSpec(
+            temperature=recipe.eval.temperature, max_new_tokens=self.config.sampling_spec().max_new_tokens
+        )
+
+    def run(self, when: str) -> HeldOutResult:
+        """Samples and scores, and writes `eval_{when}.json`."""
+        result = evaluate_held_out(
+            self.trainer.collector,
+            self.prompts,
+            samples_per_prompt=self.samples_per_prompt,
+            sampling=self.sampling,
+            weights=self.config.reward_weights,
+            completions_at_once=self.trainer.eval_completions_at_once(),
+            world_size=self.config.world_size,
+            rank=self.config.process_index,
+        )
+        self.trainer.run_folder.write_json(
+            f"eval_{when}.json",
+            {**result.as_dict(result.is_accuracy), "settings": self.settings(), "groups": result.groups},
+        )
+        return result
+
+    def earlier(self) -> HeldOutResult | None:
+        """That before training, of the run that is resumed; None where there is none, or it asked for something else.
+
+        The seed and the model are those of the checkpoint.
+        """
+        found = self.trainer.run_folder.read_json("eval_before.json")
+        (found, *_) = self.trainer.collector.all_gather(found)  # the first process has written it
+        if not found:
+            return None
+        asked, now = found.get("settings", {}), json.loads(json.dumps(self.settings()))
+        changed = [name for name in now if asked.get(name) != now[name]]
+        if changed:
+            logger.warning(
+                "The evaluation before training was made with other settings (%s), so it is made again, with the model "
+                "that the run began with.",
+                ", ".join(changed),
+            )
+            return None
+        return HeldOutResult(tuple(found["groups"]))
+
+    def settings(self) -> dict[str, Any]:
+        """What decides about the result, beside the model and the seed."""
+        return {
+            "prompts": rows_hash(self.prompts),
+            "samples_per_prompt": self.samples_per_prompt,
+            "temperature": self.sampling.temperature,
+            "max_completion_length": self.sampling.max_new_tokens,
+            "rewards": self.trainer.rewards.fingerprints,
+            "reward_weights": self.config.reward_weights,
+        }

@@ -1,0 +1,74 @@
+"""The labelled table of answers: no wrong one is taken for right, and hardly a right one for wrong."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grupo.rewards import Extraction, math_accuracy
+from grupo.rewards.answers.latex import read_answer, same_answer
+
+TABLE = yaml.safe_load((Path(__file__).parent / "answer_pairs.yaml").read_text(encoding="utf-8"))
+PAIRS = [
+    (kind, completion, gold, label == "same")
+    for kind, labels in TABLE.items()
+    for label in ("same", "different")
+    for completion, gold in labels[label]
+]
+EVERYWHERE = math_accuracy(extraction=Extraction())
+
+
+def right(completion: Any, gold: Any) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # every gold answer of the table is usable
+        (score,) = EVERYWHERE([completion], answer=[gold])
+    return score == 1.0
+
+
+def test_the_table_is_large_and_says_nothing_twice() -> None:
+    assert len(PAIRS) >= 150
+    assert len({(completion, repr(gold)) for _, completion, gold, _ in PAIRS}) == len(PAIRS)
+    assert all(len(labels) == 2 for labels in TABLE.values())
+
+
+@pytest.mark.parametrize(("kind", "completion", "gold"), [pair[:3] for pair in PAIRS if not pair[3]])
+def test_no_wrong_answer_counts_as_right(kind: str, completion: Any, gold: Any) -> None:
+    assert not right(completion, gold)
+
+
+def test_at_most_two_in_a_hundred_right_answers_count_as_wrong() -> None:
+    same = [(completion, gold) for _, completion, gold, label in PAIRS if label]
+    missed = [pair for pair in same if not right(*pair)]
+    assert len(missed) <= 0.02 * len(same), missed
+
+
+def test_the_lenient_switch_finds_more() -> None:
+    """It passes over broken places and reads sentences."""
+    lenient = math_accuracy(extraction={"strict": False})
+    found = [lenient([completion], answer=[gold]) == [1.0] for _, completion, gold, label in PAIRS if label]
+    assert sum(found) >= 0.98 * len(found)
+    for completion in (r"\boxed{} so 42", "<answer>That makes 42 apples in all</answer>", "so 42 (<answer>)"):
+        assert not right(completion, 42)
+        assert lenient([completion], answer=[42]) == [1.0]
+
+
+def test_sameness_is_symmetric() -> None:
+    written = [read_answer(str(gold)) for _, _, gold, _ in PAIRS]
+    answers = list(dict.fromkeys(answer for answer in written if answer is not None))
+    for first, second in itertools.combinations(answers, 2):
+        assert same_answer(first, second) == same_answer(second, first)
+
+
+def test_a_comparison_that_only_reads_digits_fails_here() -> None:
+    """The table tells a broken comparison from a working one."""
+
+    def digits(text: Any) -> str:
+        return "".join(filter(str.isdigit, str(text)))
+
+    assert any(digits(completion) == digits(gold) for _, completion, gold, label in PAIRS if not label)
+    assert any(digits(completion) != digits(gold) for _, completion, gold, label in PAIRS if label)
