@@ -6,7 +6,7 @@
 | `training_step` | one item of the data loader is one optimizer step | 5.24 |
 | `get_train_dataloader` | yields one empty item per optimizer step; prompts come from the rollout window | 5.24 |
 | `evaluate`, `predict` | evaluation samples completions; it has no logits and no loss | 5.24 |
-| `prediction_step` | the base class evaluates in evaluation mode, in which quantised layers compute something else | 5.24 |
+| `prediction_step` | quantised layers compute something else in the evaluation mode of the base class | 5.24 |
 | `log` | adds our metrics, and writes `metrics.jsonl` | 5.24 |
 | `save_model` | saved adapters load elsewhere; the Hub's token is not pickled with the arguments | 5.24 |
 | `push_to_hub` | retries, uploads nothing private, and cannot end a run | 5.24 |
