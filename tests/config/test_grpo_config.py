@@ -23,17 +23,16 @@ from transformers import HfArgumentParser, TrainingArguments
 from grupo.config import GRPOConfig
 from grupo.config.constraints import CHOICES, RANGES
 from grupo.config.field_support import (
-    DROPPED_FIELDS,
-    FIELD_ROWS,
-    GRUPO_ROWS,
-    IGNORED_FIELDS,
-    RENAMED_FIELDS,
-    TRL_ROWS,
-    Treatment,
+    FIELD_ENTRIES,
+    GRUPO_FIELDS,
+    TRL_FIELDS,
+    FieldSupport,
     field_default,
     field_tables,
     page_with_tables,
 )
+from grupo.config.fields import GRPOFields
+from grupo.config.renames import COMPOUND_FIELDS, DROPPED_FIELDS, IGNORED_FIELDS, RENAMED_FIELDS
 from grupo.config.validation import field_conditions
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.sampling import SamplingSpec
@@ -77,11 +76,11 @@ def test_every_field_of_trl_has_its_default() -> None:
         # None tells unset from set; it resolves to True.
         "gradient_checkpointing": (True, None),
     }
-    assert {field.name for field in dataclasses.fields(trl.GRPOConfig)} == FIELDS.keys() - GRUPO_ROWS.keys()
+    assert {field.name for field in dataclasses.fields(trl.GRPOConfig)} == FIELDS.keys() - GRUPO_FIELDS.keys()
 
 
 def test_own_fields() -> None:
-    assert {name: field_default(FIELDS[name]) for name in GRUPO_ROWS} == {
+    assert {name: field_default(FIELDS[name]) for name in GRUPO_FIELDS} == {
         "chat_template": None,
         "added_tokens": None,
         "max_prompt_length": None,
@@ -92,7 +91,7 @@ def test_own_fields() -> None:
         "max_failed_reward_share": 0.2,
         "reward_timeout": 60.0,
         "max_nonfinite_steps": 3,
-        "scoring_dropout": False,
+        "logprob_dropout": False,
         "kl_on_dead_groups": True,
         "logprob_gap_warn": 0.05,
         "logprob_gap_stop": 0.5,
@@ -107,9 +106,9 @@ def test_own_fields() -> None:
 
 
 def test_every_declared_field_has_a_docstring() -> None:
-    source = inspect.getsource(GRPOConfig)
-    declared = re.findall(r"\n    (\w+): [^\n]+\n( {4}\"\"\")?", source)
-    assert {name for name, _ in declared} >= GRUPO_ROWS.keys() | TRL_ROWS.keys()
+    source = inspect.getsource(GRPOFields)
+    declared = re.findall(r"\n    (\w+): [^\n]+ = [^\n]+\n( {4}\"\"\")?", source)
+    assert {name for name, _ in declared} >= GRUPO_FIELDS.keys() | TRL_FIELDS.keys()
     assert [name for name, docstring in declared if not docstring] == []
 
 
@@ -126,8 +125,8 @@ def test_signature_lists_the_fields() -> None:
 
 
 def test_every_field_has_a_row_in_the_table() -> None:
-    assert FIELD_ROWS.keys() == FIELDS.keys()
-    assert all(row.phrase for row in FIELD_ROWS.values())
+    assert FIELD_ENTRIES.keys() == FIELDS.keys()
+    assert all(row.phrase for row in FIELD_ENTRIES.values())
 
 
 def test_docs_hold_the_table() -> None:
@@ -140,7 +139,11 @@ def test_docs_hold_the_table() -> None:
 
 def test_docs_name_every_old_name() -> None:
     page = DOCS.read_text()
-    assert [name for name in (*RENAMED_FIELDS, *IGNORED_FIELDS, *DROPPED_FIELDS) if f"`{name}`" not in page] == []
+    assert [
+        name
+        for name in (*RENAMED_FIELDS, *IGNORED_FIELDS, *DROPPED_FIELDS, *COMPOUND_FIELDS)
+        if f"`{name}`" not in page
+    ] == []
 
 
 def away_from(name: str) -> Any:
@@ -154,12 +157,12 @@ def away_from(name: str) -> Any:
     return f"{default}x" if isinstance(default, str) else "x"
 
 
-NOT_HONOURED = [name for name, row in FIELD_ROWS.items() if row.treatment is not Treatment.HONOURED]
+NOT_HONOURED = [name for name, row in FIELD_ENTRIES.items() if row.support is not FieldSupport.HONOURED]
 
 
 @pytest.mark.parametrize("name", NOT_HONOURED)
 def test_a_field_that_is_not_honoured_keeps_its_default(name: str) -> None:
-    expected = UnsupportedError if FIELD_ROWS[name].treatment is Treatment.REFUSED else ConfigError
+    expected = UnsupportedError if FIELD_ENTRIES[name].support is FieldSupport.REFUSED else ConfigError
     with pytest.raises(ConfigError, match=rf"\b{name}\b") as refusal:
         GRPOConfig(**{name: away_from(name)})
     assert type(refusal.value) is expected
@@ -203,7 +206,7 @@ def test_log_unique_prompts_under_its_old_name(lines: list[str]) -> None:
 def test_warmup_ratio_keeps_its_meaning() -> None:
     assert GRPOConfig(warmup_ratio=0.1).get_warmup_steps(250) == 25
     assert "number of steps" in refused(warmup_ratio=1.0)
-    assert "one setting" in refused(warmup_ratio=0.1, warmup_steps=5)
+    assert "same setting" in refused(warmup_ratio=0.1, warmup_steps=5)
     # A dump of an older config carries the default beside it.
     assert GRPOConfig(warmup_ratio=0.1, warmup_steps=0).warmup_steps == 0.1
     assert GRPOConfig(warmup_ratio=None, warmup_steps=5).warmup_steps == 5
@@ -304,7 +307,7 @@ def test_derived_dataclass() -> None:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in CHOICES if FIELD_ROWS[name].treatment is Treatment.HONOURED])
+@pytest.mark.parametrize("name", [name for name in CHOICES if FIELD_ENTRIES[name].support is FieldSupport.HONOURED])
 def test_text_options_are_spelt_right(name: str) -> None:
     *_, option = CHOICES[name]
     message = refused(**{name: option[:-1] + "q"})
@@ -381,7 +384,7 @@ def test_every_range_belongs_to_a_field() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "hint"),
     [
-        ("log_completions", "false", "Text is always true"),
+        ("log_completions", "false", "Any text counts as true"),
         ("learning_rate", "1e-6", "Write it without quotes"),
         ("gradient_checkpointing", "no", "write true or false without quotes"),
         ("max_steps", "10", "a whole number"),
@@ -465,7 +468,7 @@ def test_gspo_is_grpo_with_the_sequence_ratio() -> None:
 
 
 def test_contradictions() -> None:
-    assert "disable_dropout" in refused(scoring_dropout=True, disable_dropout=True)
+    assert "disable_dropout" in refused(logprob_dropout=True, disable_dropout=True)
     assert "entropy_coef_min" in refused(entropy_coef_min=0.5, entropy_coef_max=0.1, use_adaptive_entropy=True)
     assert "metric_for_best_model" in refused(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
 
@@ -521,7 +524,7 @@ def test_precision_on_the_cpu(lines: list[str]) -> None:
     assert lines == []
     assert GRPOConfig(bf16=True).bf16 is False
     assert len(lines) == 1 and "bf16=True" in lines[0]
-    assert "bf16=True with use_cpu=True" in refused(fp16=True)
+    assert "bf16=True and use_cpu=True" in refused(fp16=True)
     assert "fp16" in refused(fp16=True, use_cpu=True)
 
 
@@ -537,7 +540,7 @@ def test_precision_on_an_accelerator(monkeypatch: pytest.MonkeyPatch, lines: lis
     assert lines == []
     monkeypatch.setattr("grupo.config.grpo_config.is_torch_bf16_gpu_available", lambda: False)
     assert GRPOConfig().bf16 is False
-    assert len(lines) == 1 and "no bfloat16" in lines[0]
+    assert len(lines) == 1 and "not support bfloat16" in lines[0]
 
 
 def test_8_bit_adamw_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
@@ -557,8 +560,8 @@ def test_optimizers_that_step_in_the_backward_pass_are_refused(optim: str) -> No
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 2}}, "It takes num_cycles."),
-        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": "two"}}, "cannot be made"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 2}}, "It accepts num_cycles."),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": "two"}}, "cannot be created"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "Without lr_scheduler_kwargs, lr_scheduler_type="),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
         ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-8}, "lr_end"),
@@ -578,7 +581,7 @@ def test_optimizers_that_step_in_the_backward_pass_are_refused(optim: str) -> No
         ({"optim": "sgd", "optim_args": "nesterov=true"}, "Nesterov momentum requires a momentum"),
         ({"optim": "adamw_torch", "optim_args": "beta1=0.5"}, "does not read 'beta1'"),
         ({"optim": "adamw_torch", "optim_target_modules": ["q_proj"]}, "optim_target_modules=['q_proj'] has no effect"),
-        ({"optim": "adamw_torch_xla"}, "optim='adamw_torch_xla' cannot be made"),
+        ({"optim": "adamw_torch_xla"}, "optim='adamw_torch_xla' cannot be created"),
         ({"optim": "stable_adamw"}, "torch-optimi"),
         ({"optim": "galore_adamw", "optim_target_modules": "all-linear"}, "the package galore_torch"),
         ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, "--load_best_model_at_end requires"),
@@ -706,11 +709,11 @@ def test_sampling_params_become_fields(lines: list[str]) -> None:
     params = SamplingParams(min_p=0.1, top_p=1.0, top_k=-1, seed=3407, stop=["</s>"], include_stop_str_in_output=True)
     config = GRPOConfig("anywhere", vllm_sampling_params=params, temperature=0.9)
     assert config.sampling_spec() == SamplingSpec(temperature=0.9, min_p=0.1, max_new_tokens=512)
-    assert config.stop_texts == ("</s>",) and config.generation_kwargs == {"stop": ["</s>"]}
+    assert config.stop_strings == ("</s>",) and config.generation_kwargs == {"stop": ["</s>"]}
     (line,) = lines
-    assert line.startswith("vllm_sampling_params: taken over as min_p=0.1, stop=['</s>'].") and "seed" in line
+    assert line.startswith("vllm_sampling_params sets min_p=0.1, stop=['</s>'].") and "seed" in line
     copied = dataclasses.replace(config)
-    assert (copied.min_p, copied.stop_texts) == (0.1, ("</s>",))
+    assert (copied.min_p, copied.stop_strings) == (0.1, ("</s>",))
 
 
 @pytest.mark.parametrize(
@@ -722,7 +725,7 @@ def test_sampling_params_become_fields(lines: list[str]) -> None:
         ({"vllm_sampling_params": {"presence_penalty": 0.5}}, "presence_penalty"),
         ({"vllm_sampling_params": {"stop": "x"}, "generation_kwargs": {"stop": "y"}}, "generation_kwargs"),
         ({"vllm_sampling_params": 3}, "SamplingParams"),
-        ({"generation_kwargs": {"stop": [3]}}, "list of texts"),
+        ({"generation_kwargs": {"stop": [3]}}, "list of strings"),
         ({"max_seq_length": 512}, "leaves no room"),
         ({"max_seq_length": 600, "max_prompt_length": 100}, "max_prompt_length=88"),
         ({"max_seq_length": "1k"}, "number of tokens"),

@@ -19,7 +19,7 @@ from grupo.export import merge
 from grupo.models.peft_io import find_adapter, is_zero_init, load_with_adapter, save_adapter
 from grupo.models.peft_setup import add_adapter, add_tokens
 from grupo.policy.reference import AdapterDisabledReference, ReferencePolicy
-from grupo.recipes.build import fresh_adapter, with_start
+from grupo.recipes.build import lora_config_of, resolve_model
 from grupo.recipes.schema import Recipe
 from grupo.runs.latest import resolve_latest
 from grupo.types import TrainingSample
@@ -421,7 +421,7 @@ def test_a_run_that_went_on_behind_its_saved_model_is_taken_up_at_its_newest_che
     torch.testing.assert_close(logits(next_one.model), logits(resumed.model))
     assert next_one.model_argument == str(newest)
     assert f"{run}: its saved model is older (step 1); using its latest checkpoint, checkpoint-2." in caplog.text
-    assert with_start(Recipe(task="times-tables", model=str(run))).model == str(newest)
+    assert resolve_model(Recipe(task="times-tables", model=str(run))).model == str(newest)
     resumed.save_model()
     assert resolve_latest(str(run)) == str(run)
 
@@ -519,7 +519,7 @@ def test_a_model_of_what_was_cut_is_older_than_the_next_checkpoint(base: Path, t
 )
 def test_a_recipe_reaches_every_kind(spec: dict[str, Any], wanted: dict[str, Any]) -> None:
     recipe = Recipe.model_validate({"task": "times-tables", "lora": spec})
-    model = add_adapter(tiny_model(), fresh_adapter(recipe))
+    model = add_adapter(tiny_model(), lora_config_of(recipe))
     config = model.peft_config["default"].to_dict()
     assert {name: config[name] for name in wanted} == wanted
     adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
@@ -529,8 +529,8 @@ def test_a_recipe_reaches_every_kind(spec: dict[str, Any], wanted: dict[str, Any
 
 def test_a_recipe_goes_on_with_an_adapter_unless_it_asks_for_a_fresh_one(adapter: Path) -> None:
     bare = Recipe.model_validate({"task": "times-tables", "model": str(adapter)})
-    assert bare.lora is not None and with_start(bare).lora is None
+    assert bare.lora is not None and resolve_model(bare).lora is None
     asking = Recipe.model_validate({"task": "times-tables", "model": str(adapter), "lora": {"r": 4}})
-    assert with_start(asking) == asking
+    assert resolve_model(asking) == asking
     whole = Recipe.model_validate({"task": "times-tables", "model": str(adapter.parent / "base")})
-    assert with_start(whole) == whole
+    assert resolve_model(whole) == whole

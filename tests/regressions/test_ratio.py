@@ -71,7 +71,7 @@ def test_no_kl_and_no_clipping_in_the_first_step(tmp_path, monkeypatch, config, 
 
 def test_dropout_in_scoring_is_a_setting(tmp_path, monkeypatch):
     losses = recorded_losses(monkeypatch)
-    trainer = make_trainer(tmp_path, varied, model=tiny_model(attention_dropout=0.3), beta=0.1, scoring_dropout=True)
+    trainer = make_trainer(tmp_path, varied, model=tiny_model(attention_dropout=0.3), beta=0.1, logprob_dropout=True)
     train(trainer)
     assert logs_of(trainer)[0]["kl"] > 1e-4
     for inputs in losses:
@@ -79,7 +79,7 @@ def test_dropout_in_scoring_is_a_setting(tmp_path, monkeypatch):
         # Without gradient there is no dropout: the reference, which is the policy, gives what the engine gave.
         torch.testing.assert_close(inputs.reference_logprobs, inputs.behavior_logprobs, rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match="contradict"):
-        make_trainer(tmp_path / "both", varied, scoring_dropout=True, disable_dropout=True)
+        make_trainer(tmp_path / "both", varied, logprob_dropout=True, disable_dropout=True)
 
 
 def test_the_rates_are_still_there_afterwards(tmp_path):

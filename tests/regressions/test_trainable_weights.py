@@ -182,7 +182,7 @@ def test_greedy_rollouts_with_and_without_checkpointing(tmp_path):
     trainer = make_trainer(tmp_path, varied, gradient_checkpointing=True, peft_config=lora())
     train(trainer)
     engine = LocalEngine(trainer.model, decode=lambda ids: TOK.decode(ids), stop_token_ids=(1,))
-    requests = [GenerationRequest(row.draw(row.row), (0,)) for row in trainer.train_rows]
+    requests = [GenerationRequest(row.to_prompt(row.row), (0,)) for row in trainer.train_rows]
     with_checkpointing = engine.generate(requests, SamplingSpec(temperature=0, max_new_tokens=16))
     assert trainer.model.is_gradient_checkpointing and trainer.model.training
     trainer.model.gradient_checkpointing_disable()

@@ -16,7 +16,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.config.batch_plan import StepPlan
-from grupo.config.field_support import FIELD_ROWS, Treatment
+from grupo.config.field_support import FIELD_ENTRIES, FieldSupport
 from grupo.errors import ConfigError, DataError, UnsupportedError
 from grupo.runs.resume_check import IGNORED, LOCKED, METRIC_DRIVEN, OVERRIDABLE, parse_accepted_changes
 from grupo.trainer.resume_fingerprint import resume_fingerprint
@@ -200,7 +200,7 @@ def test_what_changes_no_number_needs_no_word(tmp_path):
 
 def test_every_setting_is_free_asked_for_or_fixed():
     """Who adds a field says in `same_run` what becomes of it when a run is resumed."""
-    honoured = {name for name, row in FIELD_ROWS.items() if row.treatment is Treatment.HONOURED}
+    honoured = {name for name, row in FIELD_ENTRIES.items() if row.support is FieldSupport.HONOURED}
     assert honoured | {"steps", "rewards", "stop"} == IGNORED | OVERRIDABLE | LOCKED
     # A free field with a compared entry of its name is compared as resolved, or where something depends on it.
     assert METRIC_DRIVEN | {"reward_weights"} == IGNORED & OVERRIDABLE
@@ -346,5 +346,5 @@ def test_target_modules_of_an_optimizer_that_the_model_lacks(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "galore_torch", types.ModuleType("galore_torch"))
     sys.modules["galore_torch"].__spec__ = importlib.machinery.ModuleSpec("galore_torch", None)
     monkeypatch.setattr("grupo.config.optimizer.Trainer.get_optimizer_cls_and_kwargs", looks_for_modules)
-    with pytest.raises(ConfigError, match="cannot be made: No target modules found"):
+    with pytest.raises(ConfigError, match="cannot be created: No target modules found"):
         make(tmp_path, optim="galore_adamw", optim_target_modules=["nowhere"])

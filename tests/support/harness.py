@@ -89,7 +89,7 @@ def make_trainer(
 def after_its_checks(trainer: GRPOTrainer) -> GRPOTrainer:
     """The trainer, once its log-prob model and engine have checked their fast paths with token ids of their own."""
     trainer.forward_backward.logprob_model.prepare(trainer.model, trainer.accelerator.device)
-    request = GenerationRequest(trainer.train_rows[0].draw(0), (0,))
+    request = GenerationRequest(trainer.train_rows[0].to_prompt(0), (0,))
     trainer.engine.generate([request], SamplingSpec(max_new_tokens=1))
     return trainer
 

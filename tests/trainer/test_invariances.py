@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from grupo import GRPOTrainer
 from grupo.algo.losses import GRPOLoss, LossInputs, StepTotals
-from grupo.data.prompts import PromptStream
+from grupo.data.prompt_stream import PromptStream
 from grupo.errors import TrainingError
 from grupo.policy import logprob_model as logprob_model_module
 from grupo.policy.batching import collate

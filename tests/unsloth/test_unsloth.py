@@ -22,7 +22,7 @@ from grupo import FastLanguageModel, GRPOConfig, GRPOTrainer, PatchFastRL, Sampl
 from grupo.errors import ConfigError, DataError, UnsupportedError
 from grupo.models.load_options import load_options
 from grupo.models.quantization import quantization_config
-from grupo.sampling_params import requested_sampling
+from grupo.sampling import sampling_overrides
 from grupo.unsloth import arguments
 from grupo.unsloth.model import METHODS
 from grupo.utils.quantized_layers import is_4bit, is_8bit, quantized_layers
@@ -451,24 +451,24 @@ ASKS_NOTHING = {**dict.fromkeys(UNSUPPORTED), "presence_penalty": 0.0, "min_toke
 
 
 def test_parameters_that_only_vllm_has():
-    for make in (lambda **given: SamplingParams(**given), lambda **given: requested_sampling(given)):
+    for make in (lambda **given: SamplingParams(**given), lambda **given: sampling_overrides(given)):
         for name, value in UNSUPPORTED.items():
             with pytest.raises(UnsupportedError, match=f"{name}=.*It has temperature.*Leave it out"):
                 make(**{name: value})
         with pytest.raises(ConfigError, match=r"no sampling parameter 'temprature'\. Did you mean 'temperature'"):
             make(temprature=0.5)
     assert SamplingParams(seed=3, **ASKS_NOTHING) == SamplingParams(seed=3)
-    assert requested_sampling({"seed": 3, **ASKS_NOTHING}) == requested_sampling(SamplingParams(seed=3))
+    assert sampling_overrides({"seed": 3, **ASKS_NOTHING}) == sampling_overrides(SamplingParams(seed=3))
 
 
 def test_real_parameters_of_vllm(folder):
     vllm = pytest.importorskip("vllm")
     usual = vllm.SamplingParams()
     public = {name: getattr(usual, name) for name in usual.__struct_fields__ if not name.startswith("_")}
-    assert requested_sampling(usual) == requested_sampling({}) and SamplingParams(**public).stop == []
+    assert sampling_overrides(usual) == sampling_overrides({}) and SamplingParams(**public).stop == []
     for name, value in UNSUPPORTED.items():
         with pytest.raises(UnsupportedError, match=f"{name}="):
-            requested_sampling(vllm.SamplingParams(**{name: value}))
+            sampling_overrides(vllm.SamplingParams(**{name: value}))
     set_here = {"min_p": 0.1, "seed": 3, "max_tokens": 8, "stop": ["x"], "top_k": -1, "temperature": 0.7, "n": 2}
     theirs, ours = vllm.SamplingParams(**set_here), SamplingParams(**set_here)
     model, _ = adapted(folder)
@@ -478,7 +478,7 @@ def test_real_parameters_of_vllm(folder):
         for params in (theirs, ours)
     ]
     assert {config.sampling_spec() for config in configs} == {configs[0].sampling_spec()}
-    assert (configs[0].temperature, configs[0].min_p, configs[0].stop_texts) == (0.7, 0.1, ("x",))
+    assert (configs[0].temperature, configs[0].min_p, configs[0].stop_strings) == (0.7, 0.1, ("x",))
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class ForwardBackward:
         of_policy: Sequence[tuple[float, ...] | None] = [sample.old_logprobs for sample in samples]
         of_reference: Sequence[tuple[float, ...] | None] = [sample.reference_logprobs for sample in samples]
         self._prepare(model)
-        # Even with `scoring_dropout`, which applies to log-probs with gradient only.
+        # Even with `logprob_dropout`, which applies to log-probs with gradient only.
         with disable_dropout(model), self._forward_context():
             if with_old:
                 of_policy = self._logprobs(model, samples)

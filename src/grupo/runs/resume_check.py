@@ -66,7 +66,7 @@ OVERRIDABLE = frozenset(
         *("use_bias_correction_kl", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef"),
         *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
         *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
-        *("vespo_lambda_neg", "scoring_dropout", "disable_dropout", "cast_lm_head_to_fp32", "bf16", "fp16", "tf32"),
+        *("vespo_lambda_neg", "logprob_dropout", "disable_dropout", "cast_lm_head_to_fp32", "bf16", "fp16", "tf32"),
         *("ref_model_mixup_alpha", "ref_model_sync_steps", "num_generations_trained", "dynamic_sampling_max_rounds"),
         *("curriculum_threshold", "curriculum_window", "curriculum_success_reward"),
     }

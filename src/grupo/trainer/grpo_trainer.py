@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, set_seed
 
 from grupo.config import GRPOConfig
-from grupo.data.prompts import TokenizedRow, plain_rows, rows_hash
+from grupo.data.prompts import TokenizedRow, as_row_dataset, rows_hash
 from grupo.errors import ConfigError
 from grupo.metrics import merge_metrics
 from grupo.models.inspect import describe_adapter, model_name_or_path, quantization
@@ -164,7 +164,7 @@ class GRPOTrainer(HFTrainer):
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
         self._sync_reference()
-        with disable_dropout(self.model, enabled=not self.config.scoring_dropout):
+        with disable_dropout(self.model, enabled=not self.config.logprob_dropout):
             samples = self.window.samples(model, self.state)
             result = self.forward_backward(model, samples, entropy_coef=self._entropy_coef())
         self._drop_nonfinite_gradients()
@@ -218,7 +218,7 @@ class GRPOTrainer(HFTrainer):
         if dataset is None:
             raise ConfigError("Evaluation needs an eval_dataset: pass it to GRPOTrainer or to evaluate().")
         started = time.perf_counter()
-        prompts = [row.draw(row.row) for row in self._rows_to_evaluate(dataset)]
+        prompts = [row.to_prompt(row.row) for row in self._rows_to_evaluate(dataset)]
         group_size = self.config.resolved_num_generations_eval
         result = self.collector.collect(
             prompts,
@@ -252,7 +252,7 @@ class GRPOTrainer(HFTrainer):
         for known, rows in self.data.eval_rows:
             if known is dataset:
                 return rows
-        dataset = plain_rows(dataset)
+        dataset = as_row_dataset(dataset)
         check_columns(self.rewards, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 
@@ -267,7 +267,8 @@ class GRPOTrainer(HFTrainer):
         if not self.printed_plan:
             self.printed_plan = True
             # Without any logging set-up only warnings are seen, and what was raised or is dropped must be.
-            level = logging.WARNING if self.plan.raised_from or self.plan.dropped_prompts_per_epoch else logging.INFO
+            adjusted = self.plan.original_accumulation or self.plan.dropped_prompts_per_epoch
+            level = logging.WARNING if adjusted else logging.INFO
             for line in self.plan.describe():
                 logger.log(level, "%s", line)
             if self.reference is not None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
-from grupo.config.validation import SAMPLING_FIELDS
 from grupo.runs.resume_check import IGNORED, METRIC_DRIVEN
+from grupo.sampling import SAMPLING_FIELDS
 
 METRIC_DRIVEN_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Learning rates that follow what evaluations find."""
@@ -25,7 +25,7 @@ def resume_fingerprint(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
     settings = {
         **{name: _plain_value(getattr(config, name)) for name in fields},
         **{name: getattr(sampling, name) for name in SAMPLING_FIELDS},
-        "stop": [*config.stop_texts, *sampling.stop_token_ids],
+        "stop": [*config.stop_strings, *sampling.stop_token_ids],
         "data_seed": config.resolved_data_seed,
         "reward_weights": config.reward_weights,
         "per_device_train_batch_size": plan.micro_batch_size,

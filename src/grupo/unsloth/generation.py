@@ -20,8 +20,7 @@ from grupo.models.load_options import load_options
 from grupo.models.peft_setup import rollback_on_error
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
-from grupo.sampling import SamplingSpec
-from grupo.sampling_params import SamplingOverrides, SamplingParams, requested_sampling
+from grupo.sampling import SamplingOverrides, SamplingParams, SamplingSpec, sampling_overrides
 from grupo.types import Completion, Prompt
 from grupo.utils.quantized_layers import modes_restored
 
@@ -92,7 +91,7 @@ def fast_generate(
             f"fast_generate has no argument {', '.join(map(repr, tensors))}. Sampling is set by sampling_params, as in "
             "sampling_params=SamplingParams(temperature=0.8, max_tokens=64)."
         )
-    requested = requested_sampling(SamplingParams() if sampling_params is None else sampling_params)
+    requested = sampling_overrides(SamplingParams() if sampling_params is None else sampling_params)
     tokenizer = load_options(model).tokenizer or load_tokenizer(model)
     tokenize = PromptTokenizer(tokenizer)
     contents = _contents(prompts)

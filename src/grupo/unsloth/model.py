@@ -203,7 +203,7 @@ class FastLanguageModel:
         else:
             if lora_dropout:
                 logger.warning(
-                    "lora_dropout=%s: dropout is off in rollouts and scoring, unless scoring_dropout=True is set in "
+                    "lora_dropout=%s: dropout is off in rollouts and scoring, unless logprob_dropout=True is set in "
                     "GRPOConfig.",
                     lora_dropout,
                 )

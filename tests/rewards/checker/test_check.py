@@ -389,9 +389,9 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(ConfigError, match="weights has 2 numbers for 1 reward"):
         check_rewards([number_match()], SUMS, weights=[1, 2])
     for weight in (float("nan"), float("inf"), "1", None):
-        with pytest.raises(ConfigError, match="are no finite numbers"):
+        with pytest.raises(ConfigError, match="are not finite numbers"):
             check_rewards([number_match()], SUMS, weights=[weight])
-    with pytest.raises(DataError, match="gold_column='gold' is no column"):
+    with pytest.raises(DataError, match="gold_column='gold' is not a column"):
         check_rewards([number_match()], SUMS, gold_column="gold")
     with pytest.raises(ConfigError, match="empty"):
         check_rewards([], SUMS)

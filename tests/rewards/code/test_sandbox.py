@@ -14,7 +14,7 @@ import pytest
 
 from grupo.errors import ConfigError
 from grupo.rewards.code.sandbox import runner as sandbox
-from grupo.rewards.code.sandbox.runner import Call, Isolation, Job, Limits, isolation, run_python, run_together
+from grupo.rewards.code.sandbox.runner import Call, Isolation, Limits, SandboxJob, isolation, map_in_threads, run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and namespaces of Linux")
 
@@ -59,7 +59,7 @@ def own_children() -> set[int]:
 
 def test_output_input_and_exit_code(within):
     run = run_python(
-        Job("print(input()[::-1]); import sys; print('no', file=sys.stderr); exit(3)", "abc\n"), within=within
+        SandboxJob("print(input()[::-1]); import sys; print('no', file=sys.stderr); exit(3)", "abc\n"), within=within
     )
     assert (run.ended, run.exit_code, run.stdout, run.stderr) == ("exit", 3, "cba\n", "no\n")
     assert 0 < run.seconds < 5
@@ -73,7 +73,7 @@ def test_stdin_is_empty_unless_given(within):
 def test_values_of_calls_come_back_as_they_are(within):
     source = "def f(x, *, y): return {('a', 1): [x, y, 2**100, {3}, 1.5, None, True, b'z', 'é', 2j]}"
     run = run_python(
-        Job(source, calls=(Call("f", (-(2**70),), {"y": b"q"}), Call("f(1, y=2)[('a', 1)][1]"))), within=within
+        SandboxJob(source, calls=(Call("f", (-(2**70),), {"y": b"q"}), Call("f(1, y=2)[('a', 1)][1]"))), within=within
     )
     assert run.finished
     assert run.values == ({("a", 1): [-(2**70), b"q", 2**100, {3}, 1.5, None, True, b"z", "é", 2j]}, 2)
@@ -83,7 +83,7 @@ def test_values_of_calls_come_back_as_they_are(within):
 def test_a_program_is_main_only_where_nothing_is_asked_of_it():
     source = "if __name__ == '__main__': print('main')\ndef f(): return __name__"
     assert run_python(source).stdout == "main\n"
-    run = run_python(Job(source, calls=(Call("f", ()),)))
+    run = run_python(SandboxJob(source, calls=(Call("f", ()),)))
     assert run.stdout == "" and run.values == ("program",)
 
 
@@ -385,19 +385,19 @@ def test_it_is_nobody_and_stays_so(namespaces):
 
 def test_a_forged_message_is_not_believed(within):
     forge = "import json, os\nos.write(4, json.dumps({'values': [4], 'token': ''}).encode())\nos._exit(0)"
-    run = run_python(Job(forge, calls=(Call("f", ()),)), within=within)
+    run = run_python(SandboxJob(forge, calls=(Call("f", ()),)), within=within)
     assert not run.finished and run.values is None
     for junk in ("[" * 100_000, "[]", "7", '{"values": 3, "token": 4}', "\\xff"):
         run = run_python(
-            Job(f"import os\nos.write(4, {junk!r}.encode())\nos._exit(0)", calls=(Call("f", ()),)), within=within
+            SandboxJob(f"import os\nos.write(4, {junk!r}.encode())\nos._exit(0)", calls=(Call("f", ()),)), within=within
         )
         assert not run.finished
 
 
 def test_values_that_are_none_are_errors():
     for returned in ("object()", "lambda: 1", "(x for x in 'ab')", "print"):
-        run = run_python(Job(f"def f(): return {returned}", calls=(Call("f", ()),)))
-        assert run.error == "TypeError" and "no plain value" in run.error_text and run.values is None
+        run = run_python(SandboxJob(f"def f(): return {returned}", calls=(Call("f", ()),)))
+        assert run.error == "TypeError" and "not a plain value" in run.error_text and run.values is None
 
 
 # ---- many at once
@@ -405,7 +405,7 @@ def test_values_that_are_none_are_errors():
 
 def test_many_at_once_keep_their_order_and_their_ends(within):
     sources = [f"print({n})" if n % 3 else "while True: pass" for n in range(9)]
-    runs = run_together(lambda source: run_python(source, Limits(seconds=1.0), within=within), sources, 3)
+    runs = map_in_threads(lambda source: run_python(source, Limits(seconds=1.0), within=within), sources, 3)
     assert [run.stdout for run in runs] == [f"{n}\n" if n % 3 else "" for n in range(9)]
     assert [run.ended for run in runs] == ["exit" if n % 3 else "timeout" for n in range(9)]
 
@@ -415,7 +415,7 @@ def test_isolation_says_what_is_missing(monkeypatch):
     with pytest.warns(
         UserWarning, match=r"no namespaces \(unshare: Operation not permitted\).*network and files included"
     ):
-        sandbox.warn_of_weak_isolation("code_reward")
+        sandbox.warn_if_not_isolated("code_reward")
 
 
 def test_folders_nested_more_deeply_than_a_path_can_say_are_removed(within, tmp_path, monkeypatch):
