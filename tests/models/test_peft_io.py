@@ -108,7 +108,10 @@ def test_the_base_model_is_found_from_anywhere(base: Path, tmp_path: Path, monke
         assert AutoTokenizer.from_pretrained(folder).chat_template == trainer.tokenizer.chat_template
 
 
-def test_a_base_model_beside_the_adapter_is_found(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_base_model_beside_the_adapter_is_found(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # from the folder of the checkout, ../base may be a folder of somebody else
     edit(adapter / "adapter_config.json", base_model_name_or_path="../base")
     assert find_adapter(str(adapter)).base == str(adapter / "../base")  # type: ignore[union-attr]
     make(tmp_path / "run", adapter)

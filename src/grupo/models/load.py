@@ -16,6 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from grupo.errors import ConfigError, summarize_error
 from grupo.models.inspect import base_model, model_name_or_path
 from grupo.utils.hub import is_unreachable
+from grupo.utils.quantized_layers import keep_unpacked, set_evaluation_mode
 
 logger = logging.getLogger("grupo")
 
@@ -30,7 +31,9 @@ def load_policy(
     trust_remote_code: bool = False,
     quantization_config: Any = None,
 ) -> Any:
-    """The causal language model, in float32 unless `model_init_kwargs` names a dtype.
+    """The causal language model in evaluation mode, in float32 unless `model_init_kwargs` names a dtype.
+
+    Quantised layers are in training mode, so that the model computes what is trained (`set_evaluation_mode`).
 
     flash_attention_2 falls back to sdpa with one line where its package is not installed.
     """
@@ -65,6 +68,8 @@ def load_policy(
             "model: a folder with a config.json and weights, or a name on the Hub."
         ) from error
     _check_head(model, name_or_path, report["missing_keys"])
+    set_evaluation_mode(model)
+    keep_unpacked(model)
     return model
 
 
