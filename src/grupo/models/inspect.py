@@ -202,8 +202,8 @@ def encode_stop_strings(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]
         if len(ids) != 1:
             raise ConfigError(
                 f"stop={text!r} is {len(ids)} tokens of this tokenizer, and the in-process engine ends completions at "
-                "single tokens. Choose a string that is one token, such as a special token, or leave it out and let the "
-                "reward function cut off what follows it."
+                "single tokens. Choose a string that is one token, such as a special token, or leave it out and let "
+                "the reward function cut off what follows it."
             )
         found.append(int(ids[0]))
     return tuple(found)
