@@ -272,7 +272,7 @@ def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: 
     """More tokens than the spare rows of the base model; one that it has; and those of an adapter that goes on."""
     added = [f"<t{letter}>" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"]
     trainer = make(tmp_path / "run", base, tokenizer=None, added_tokens=["a", *added], peft_config=lora())
-    assert "the tokenizer has 'a' already" in caplog.text
+    assert "the tokenizer already has 'a'" in caplog.text
     assert trainer.policy.vocabulary_size == len(trainer.tokenizer) > 128
     assert len(trainer.model.peft_config["default"].trainable_token_indices["lm_head"]) == len(added)
     train(trainer)

@@ -412,7 +412,7 @@ UNFIT = {
     "linear attention": (lambda: family_model("Qwen3.5"), "log-probs differ by"),
     "drops the layout": (lambda: variant(DropsTheLayout, "Llama"), "does not accept packed sequences"),
     "ignores the layout": (lambda: variant(HasItsOwnAttention, "Llama"), "log-probs differ by"),
-    "no further keywords": (lambda: variant(NoFurtherKeywords, "Llama"), "no further keywords"),
+    "no additional keywords": (lambda: variant(NoFurtherKeywords, "Llama"), "no additional keywords"),
     # Longer than anything in here: no number could tell.
     "hides its windows": (lambda: variant(HidesItsWindows, "Mistral", sliding_window=256), "sliding windows"),
 }

@@ -283,5 +283,5 @@ def test_logits_that_are_not_finite_stop_the_run(tmp_path, settings, value):
     model = tiny_model()
     with torch.no_grad():
         model.model.norm.weight[0] = value
-    with pytest.raises(TrainingError, match="logits are NaN or infinite, so no token can be drawn"):
+    with pytest.raises(TrainingError, match="logits are NaN or infinite, so no token can be sampled"):
         make_trainer(tmp_path, given([0.0] * 8), model=model, **settings).train()

@@ -141,7 +141,7 @@ def test_the_cache_is_the_one_that_rows_of_full_length_fill(prompt, completion, 
     decoder = RowDecoder(model, signature=ForwardSignature(model), slots=rows)
     with decoder.attention():
         (entry,) = decoder.prefill([(3,) * prompt])
-        decoder.enter(entry, rows)
+        decoder.add_rows(entry, rows)
         for _ in range(completion - 1):
             decoder.step(torch.full((rows,), 3))
     assert decoder.cache is not None

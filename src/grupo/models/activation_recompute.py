@@ -1,7 +1,7 @@
-"""Backward without the outputs of norms and activation functions: they are cheap to compute again from what is kept.
+"""Recomputes the outputs of norms and activation functions in backward instead of keeping them.
 
-In a layer of Llama's form they are four tenths of what backward needs. Unlike with checkpointing, no matrix is
-multiplied twice. The same modules compute them from the same tensors, so that gradients are the same to the last bit.
+In a Llama layer they are four tenths of the saved activations. Unlike with checkpointing, no matrix product is computed
+twice. The same modules compute them from the same tensors, so gradients are bitwise the same.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _IS_GATED_PRODUCT: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Of each feed-forward part that was met, whether it puts its layers together as their names say."""
+"""For each feed-forward block seen so far: whether it computes act(gate(x)) * up(x), as its layer names suggest."""
 _ACTIVE_CONTEXTS: list[_RecomputeTable] = []
-"""Of the contexts below that are open."""
+"""Tables of the contexts that are open."""
 MAX_CACHED_VALUES = 2
-"""That stay when they were needed: all projections behind a norm read its output, one after the other."""
+"""Recomputed values that are kept for reuse: all projections after a norm read its output, one after the other."""
 
 
 @contextlib.contextmanager
 def recompute_cheap_activations(decoder: nn.Module | None) -> Iterator[None]:
-    """For all forwards of `decoder` inside of it, whose backward must come inside of it, too.
+    """Applies to all forwards of `decoder` in this context; their backward passes must run in it as well.
 
-    Not together with checkpointing or offload, which decide themselves what is kept.
+    Not to be combined with checkpointing or offload, which decide themselves what is kept.
     """
     if decoder is None:
         yield
         return
-    recipes = _RecomputeTable()
-    _ACTIVE_CONTEXTS.append(recipes)
-    handles: list[Any] = [decoder.register_forward_hook(lambda *_: recipes.of_storage.clear())]
+    table = _RecomputeTable()
+    _ACTIVE_CONTEXTS.append(table)
+    handles: list[Any] = [decoder.register_forward_hook(lambda *_: table.of_storage.clear())]
     for module in decoder.modules():
         if is_norm(module):
-            handles.append(module.register_forward_hook(recipes.after_norm))
+            handles.append(module.register_forward_hook(table.after_norm))
         elif is_gated(module):
-            handles.extend(_Gated(recipes, module).handles)
+            handles.extend(_Gated(table, module).handles)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(recipes.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(table.pack, _unpack):
             yield
     finally:
-        _ACTIVE_CONTEXTS.remove(recipes)
+        _ACTIVE_CONTEXTS.remove(table)
         for handle in handles:
             handle.remove()
-        recipes.latest.clear()
+        table.latest.clear()
 
 
 def register_recompute(output: Tensor, compute: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """For a function of ours: its output is `compute(*inputs)`, which backward may do again. The inputs are kept."""
+    """Registers that `output` is `compute(*inputs)`, so that backward can recompute it. The inputs are kept."""
     if _ACTIVE_CONTEXTS and output.requires_grad and output.is_contiguous():
         kept = tuple(tensor.detach() for tensor in inputs)
         _ACTIVE_CONTEXTS[-1].add(output, lambda: compute(*kept), *kept)
@@ -64,13 +64,13 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Whether a feed-forward part has the layers of down(act(gate(x)) * up(x))."""
+    """Whether a feed-forward block has the layers of down(act(gate(x)) * up(x))."""
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     return all(isinstance(getattr(module, part, None), nn.Module) for part in parts)
 
 
 class _Recompute:
-    """How to compute one tensor again, under the autocast of its forward."""
+    """How to recompute one tensor, under the autocast of its forward."""
 
     def __init__(self, compute: Callable[[], Tensor], inputs: tuple[Tensor, ...], latest: deque[Any]) -> None:
         self.compute = compute
@@ -83,10 +83,10 @@ class _Recompute:
     def value(self) -> Tensor:
         """
         Raises:
-            RuntimeError: what it is computed from was overwritten.
+            RuntimeError: an input was overwritten.
         """
-        for recipe, value in self.latest:
-            if recipe is self:
+        for recompute, value in self.latest:
+            if recompute is self:
                 return value  # type: ignore[no-any-return]
         if [tensor._version for tensor in self.inputs] != self.versions:
             raise RuntimeError("A tensor that backward needs was modified in place after the forward pass.")
@@ -98,38 +98,38 @@ class _Recompute:
 
 
 class _RecomputeTable:
-    """Of the tensors of the running forward, by their storage."""
+    """How to recompute the tensors of the current forward, by their storage."""
 
     def __init__(self) -> None:
         self.of_storage: dict[int, tuple[StorageWeakRef, _Recompute]] = {}
         self.latest: deque[tuple[_Recompute, Tensor]] = deque(maxlen=MAX_CACHED_VALUES)
 
     def add(self, output: Tensor, compute: Callable[[], Tensor], *inputs: Tensor) -> _Recompute:
-        recipe = _Recompute(compute, inputs, self.latest)
-        # A weak reference keeps no numbers, but its address, which so cannot become that of another storage.
+        recompute = _Recompute(compute, inputs, self.latest)
+        # A weak reference keeps no data, but it keeps the address from being reused by another storage.
         reference = StorageWeakRef(output.untyped_storage())
-        self.of_storage[reference.cdata] = (reference, recipe)
-        return recipe
+        self.of_storage[reference.cdata] = (reference, recompute)
+        return recompute
 
     def after_norm(self, norm: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if len(inputs) == 1 and isinstance(output, Tensor) and output.requires_grad and output.is_contiguous():
             hidden = inputs[0].detach()
             self.add(output, lambda: norm.forward(hidden), hidden)
 
-    def pack(self, tensor: Tensor) -> Tensor | _Packed:
+    def pack(self, tensor: Tensor) -> Tensor | _SavedView:
         if type(tensor) is not Tensor:
             return tensor
-        _, recipe = self.of_storage.get(tensor.untyped_storage()._cdata, (None, None))
-        if recipe is None:
+        _, recompute = self.of_storage.get(tensor.untyped_storage()._cdata, (None, None))
+        if recompute is None:
             return tensor
-        return _Packed(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _SavedView(recompute, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 class _Gated:
-    """Follows the forward of one feed-forward part by hooks: activation, its factor, their product."""
+    """Follows the forward of one feed-forward block by hooks: activation, its factor, their product."""
 
-    def __init__(self, recipes: _RecomputeTable, module: Any) -> None:
-        self.recipes = recipes
+    def __init__(self, table: _RecomputeTable, module: Any) -> None:
+        self.table = table
         self.module = module
         self.activated: tuple[Tensor, _Recompute] | None = None
         self.factor: Tensor | None = None
@@ -142,7 +142,7 @@ class _Gated:
     def after_activation(self, act: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if output.requires_grad and output.is_contiguous():
             gate = inputs[0].detach()
-            self.activated = output.detach(), self.recipes.add(output, lambda: act.forward(gate), gate)
+            self.activated = output.detach(), self.table.add(output, lambda: act.forward(gate), gate)
 
     def after_up(self, up: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         self.factor = output.detach()
@@ -151,24 +151,24 @@ class _Gated:
         activated, factor, self.activated, self.factor = self.activated, self.factor, None, None
         if activated is None or factor is None or not inputs[0].requires_grad or not inputs[0].is_contiguous():
             return
-        value, recipe = activated
+        value, recompute = activated
         if self.module not in _IS_GATED_PRODUCT:
             _IS_GATED_PRODUCT[self.module] = torch.equal(inputs[0].detach(), value * factor)
         if _IS_GATED_PRODUCT[self.module]:
-            self.recipes.add(inputs[0], lambda: recipe.value() * factor, factor)
+            self.table.add(inputs[0], lambda: recompute.value() * factor, factor)
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """What stands for a saved tensor, and where in the recomputed one its numbers are."""
+class _SavedView:
+    """Placeholder of a saved tensor: how to recompute its storage, and the view of it."""
 
-    recipe: _Recompute
+    recompute: _Recompute
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-def _unpack(packed: Tensor | _Packed) -> Tensor:
+def _unpack(packed: Tensor | _SavedView) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    return packed.recipe.value().contiguous().as_strided(packed.size, packed.stride, packed.offset)
+    return packed.recompute.value().contiguous().as_strided(packed.size, packed.stride, packed.offset)

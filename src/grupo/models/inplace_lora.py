@@ -1,4 +1,4 @@
-"""Plain LoRA layers: which they are, and a forward of them that fills less memory. N tokens, r rank."""
+"""Plain LoRA layers: how to recognise them, and a forward that uses less memory. r is the rank."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def inplace_lora(model: nn.Module) -> Iterator[None]:
-    """Plain LoRA layers add to the output of their base layer where it stands.
+    """Plain LoRA layers add their product to the output of the base layer in place.
 
-    PEFT's own forward makes three tensors of the output's size on the way, in as many passes over memory.
+    PEFT's own forward allocates three tensors of the output's size, in as many passes over memory.
     """
-    # What 8-bit layers return may be a view, which autograd lets nobody write into.
+    # The output of an 8-bit layer may be a view, which autograd does not allow to be written to.
     plain: list[Any] = [module for module in model.modules() if is_plain_lora(module)]
     changed = [module for module in plain if not is_8bit(module.get_base_layer())]
     for module in changed:
@@ -48,7 +48,7 @@ def inplace_lora(model: nn.Module) -> Iterator[None]:
 
 
 class _InPlace(LoraVariant):
-    """What PEFT calls instead of its own sum."""
+    """Called by PEFT instead of its own sum."""
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **keywords: Any) -> Tensor:

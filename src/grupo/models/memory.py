@@ -15,20 +15,20 @@ from grupo.models.activation_recompute import is_gated
 from grupo.utils.malloc import can_trim_host_memory, trim_host_memory
 
 CPU_ACTIVATION_BYTES = 1280 << 20
-"""Of one micro-batch on the CPU: more hardly makes it faster."""
+"""Most activation memory of a micro-batch on the CPU: more is hardly faster."""
 SHARE_OF_FREE_MEMORY = 0.4
 TRIM_EVERY_LAYERS = {"forward": 5, "backward": 10}
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that could be allocated now; None where it cannot be told."""
+    """Memory that could be allocated now; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available) if device.type == "cpu" else None
 
 
 def default_token_budget(base: Any, device: torch.device, *, checkpointing: bool) -> int | None:
-    """Tokens whose activations fit: 40 % of the free memory, on the CPU 1,280 MiB at most. None: it cannot be told."""
+    """Tokens whose activations fit into 40 % of the free memory, on the CPU 1,280 MiB at most; None if unknown."""
     return token_budget(base, device.type, free_bytes(device), checkpointing=checkpointing)
 
 
@@ -123,16 +123,16 @@ class LayerWidths:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Of a device, or of the CPU's allocator, which has no error class of its own."""
+    """Whether it is an out-of-memory error; the allocator of the CPU has no error class of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @contextlib.contextmanager
 def trim_between_layers(decoder: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """`trim_host_memory` after every fifth layer of a forward, and every tenth of a backward, inside of it.
+    """Calls `trim_host_memory` after every fifth layer of a forward and every tenth of a backward.
 
-    What lies free between the tensors that backward keeps would otherwise be half of the process. While a forward fills
-    memory that costs little; in backward, freed memory would be used again, and is more often left.
+    Otherwise free memory between the saved activations would be half of the process. Trimming costs little while a
+    forward fills memory; backward would reuse freed memory, so it is trimmed less often.
     """
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or device.type != "cpu" or not can_trim_host_memory():

@@ -1,4 +1,4 @@
-"""A fresh adapter on a model, and tokens that it trains: checked before, and undone where peft cannot add it."""
+"""Adding a new adapter, and tokens that it trains, to a model: checked first, and rolled back if peft fails."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ logger = logging.getLogger("grupo")
 
 BIASES = ("none", "all", "lora_only")
 INIT_METHODS = ("gaussian", "pissa", "olora", "orthogonal", "mica", "loftq", "corda")
-"""Names for init_lora_weights, beside True, False and pissa_niter_N."""
+"""Values of init_lora_weights, in addition to True, False and pissa_niter_N."""
 DATA_DEPENDENT_INITS = ("eva", "lora_ga")
-"""Without their data peft goes on with another start."""
+"""Without their data peft silently uses another initialisation."""
 
 
 def lora_config(**settings: Any) -> LoraConfig:
     """peft's LoraConfig for a causal language model.
 
     Raises:
-        ConfigError: settings that exclude each other, or that no adapter can have.
+        ConfigError: the settings contradict each other or are invalid.
     """
     try:
         config = LoraConfig(task_type="CAUSAL_LM", **settings)
     except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(f"The adapter cannot be had with these settings: {summarize_error(error)}") from error
+        raise ConfigError(f"The adapter cannot be created with these settings: {summarize_error(error)}") from error
     check_adapter_config(config)
     return config
 
 
 def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) -> Any:
-    """The model with a fresh adapter; `revision` is that of the model, where it came from the Hub.
+    """The model with a new adapter; `revision` is that of the model, if it came from the Hub.
 
-    After an error the model is as it was.
+    After an error the model is unchanged.
 
     Raises:
-        ConfigError: the model has an adapter already, its settings are wrong, or what they name is not there.
-        UnsupportedError: the adapter is of a kind that is not supported.
+        ConfigError: the model has an adapter already, or the settings are wrong or name something it does not have.
+        UnsupportedError: the adapter is of an unsupported kind.
     """
     check_adapter_config(peft_config)
     # Both a PeftModel and a plain model into which transformers has loaded an adapter folder.
     if getattr(model, "peft_config", None):
         raise ConfigError(
-            "The model has an adapter already, and peft_config (`lora` in a recipe) asks for another. To train on with "
-            "the adapter, leave peft_config out (`lora: null`), and load it with is_trainable=True where you load it "
-            "yourself; to put a fresh one on top, pass the merged model: merge_and_unload() keeps what was learned."
+            "The model has an adapter already, and peft_config (`lora` in a recipe) asks for another. To continue "
+            "training the adapter, leave peft_config out (`lora: null`), and pass is_trainable=True if you load it "
+            "yourself. To add a new adapter, pass the merged model: merge_and_unload() keeps what was learned."
         )
     _check_targets(model, peft_config)
-    # A copy: peft writes into it, and one configuration may serve several runs.
+    # A copy, because peft writes into it and one configuration may be used by several runs.
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
     peft_config.revision = peft_config.revision or revision
@@ -71,8 +71,8 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
             adapted = get_peft_model(prepare_for_kbit_training(model), peft_config)
     except (ValueError, TypeError, NotImplementedError, AttributeError, LookupError, re.error) as error:
         raise ConfigError(
-            f"The adapter cannot be added: {summarize_error(error)} The linear layers of this model are called "
-            f"{', '.join(sorted(linear))}; 'all-linear' takes all but the head."
+            f"The adapter cannot be added: {summarize_error(error)} The linear layers of this model are "
+            f"{', '.join(sorted(linear))}; 'all-linear' means all of them except the head."
         ) from error
     _warn_of_tied_layers(adapted)
     return adapted
@@ -80,7 +80,7 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
 
 @contextlib.contextmanager
 def rollback_on_error(model: nn.Module) -> Iterator[None]:
-    """peft puts its layers into the model itself, one after the other, and leaves them there when it fails."""
+    """Restores the model after an error: peft inserts its layers one by one and leaves them there if it fails."""
     children = [(module, dict(module._modules)) for module in model.modules()]
     weights = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -97,34 +97,34 @@ def rollback_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def add_tokens(model: Any, tokenizer: Any, texts: Sequence[str], peft_config: Any) -> Any:
-    """Makes each text a token, with embeddings in the model where the tokenizer lacks it.
+    """Adds each text that the tokenizer lacks as a token, with embeddings in the model.
 
-    The tokens are no special ones, so that reward functions see them. `model` and `tokenizer` are changed.
+    They are not special tokens, so that reward functions see them. `model` and `tokenizer` are changed.
 
     Returns:
-        The configuration of the fresh adapter, which also trains the new rows of embeddings and head; None for none.
+        The configuration of the new adapter, which also trains the new rows of embeddings and head; None without one.
 
     Raises:
-        ConfigError: a saved adapter lacks them, or the fresh one cannot train single rows.
+        ConfigError: a saved adapter lacks the tokens, or the new one cannot train single rows.
     """
     present = tokenizer.get_vocab()
     new = [text for text in dict.fromkeys(texts) if text not in present]
-    _require("" not in new, "added_tokens has an empty text, which can be no token")
+    _require("" not in new, "added_tokens has an empty text, which cannot be a token")
     has_adapter = bool(getattr(model, "peft_config", None))
     there = [text for text in texts if text in present]
     if there and not has_adapter:
-        logger.warning("added_tokens: the tokenizer has %s already; not added.", ", ".join(map(repr, there)))
+        logger.warning("added_tokens: the tokenizer already has %s; not added.", ", ".join(map(repr, there)))
     if not new:
         return peft_config
     if has_adapter:
         raise ConfigError(
-            f"added_tokens has {', '.join(map(repr, new))}, and the adapter that training goes on with was made "
-            "without. Merge it first (`grupo export`), and start with a fresh adapter from the merged model."
+            f"added_tokens has {', '.join(map(repr, new))}, and the saved adapter was trained without them. Merge "
+            "it first (`grupo export`), and start with a new adapter from the merged model."
         )
     if peft_config is not None and getattr(peft_config, "trainable_token_indices", ()) is not None:
         raise ConfigError(
-            "added_tokens needs an adapter that can train single rows: a LoraConfig, whose trainable_token_indices "
-            "is set here and must not be set already."
+            "added_tokens needs an adapter that can train single embedding rows: a LoraConfig without "
+            "trainable_token_indices, which is set automatically."
         )
     tokenizer.add_tokens(new)
     ids = tokenizer.convert_tokens_to_ids(new)
@@ -142,9 +142,10 @@ def add_tokens(model: Any, tokenizer: Any, texts: Sequence[str], peft_config: An
 
 @torch.no_grad()
 def _add_rows(model: Any, rows: int) -> None:
-    """Embeddings and head of `rows` tokens, where the new ones are the mean of the others.
+    """Resizes embeddings and head to `rows` tokens; each new row is the mean of the others.
 
-    transformers adds a noise to it whose last digits depend on the number of threads: the run would not be known again.
+    transformers would add noise whose last digits depend on the number of threads, so that a resumed run would not be
+    recognised as the same run.
     """
     means = [_mean(end.weight) for end in _embedding_layers(model)]
     before = model.get_input_embeddings().weight.shape[0]
@@ -167,11 +168,11 @@ def _mean(weight: Tensor) -> Tensor:
 
 
 def check_adapter_config(config: Any) -> None:
-    """What can be said of an adapter without its model; peft takes any value, and notices some of them late or never.
+    """Checks of an adapter that need no model; peft accepts any value and reports some errors late or never.
 
     Raises:
-        ConfigError: this is no configuration of peft, or a setting is outside of its range.
-        UnsupportedError: the adapter is of a kind that is not supported.
+        ConfigError: this is not a peft configuration, or a setting is out of range.
+        UnsupportedError: the adapter is of an unsupported kind.
     """
     if not isinstance(config, PeftConfig):
         raise ConfigError(
@@ -187,12 +188,10 @@ def check_adapter_config(config: Any) -> None:
             f"{name}={rank!r}: the rank of the adapter must be a whole number of at least 1",
         )
     for name, alpha in _with_pattern("lora_alpha", config.lora_alpha, "alpha_pattern", config.alpha_pattern):
-        _require(
-            _is_number(alpha) and alpha > 0, f"{name}={alpha!r}: the adapter is multiplied by it; it must be above 0"
-        )
+        _require(_is_number(alpha) and alpha > 0, f"{name}={alpha!r}: it scales the adapter and must be above 0")
     _require(
         _is_number(config.lora_dropout) and 0 <= config.lora_dropout < 1,
-        f"lora_dropout={config.lora_dropout!r}: it is a share, of at least 0 and below 1",
+        f"lora_dropout={config.lora_dropout!r}: it is a probability, at least 0 and below 1",
     )
     _require(config.bias in BIASES, f"bias={config.bias!r}: use one of {', '.join(map(repr, BIASES))}")
     for name in ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"):
@@ -200,7 +199,9 @@ def check_adapter_config(config: Any) -> None:
         _require(isinstance(value, bool), f"{name}={value!r}: use True or False")
     for name in ("modules_to_save", "target_parameters"):
         value = getattr(config, name)
-        _require(value is None or isinstance(value, list | tuple | set), f"{name}={value!r}: it is a list of names")
+        _require(
+            value is None or isinstance(value, list | tuple | set), f"{name}={value!r}: it must be a list of names"
+        )
     targets = config.target_modules
     _require(
         targets is None or isinstance(targets, str | list | tuple | set),
@@ -212,8 +213,8 @@ def check_adapter_config(config: Any) -> None:
 def _check_init(start: Any) -> None:
     if isinstance(start, str) and start in DATA_DEPENDENT_INITS:
         raise UnsupportedError(
-            f"init_lora_weights={start!r} is computed from data, by calls of peft's own around peft.get_peft_model. "
-            "Make them, and pass the model that they give, without peft_config."
+            f"init_lora_weights={start!r} is computed from data, by calls of peft before and after "
+            "peft.get_peft_model. Make these calls yourself, and pass the resulting model without peft_config."
         )
     is_known = isinstance(start, str) and (start.lower() in INIT_METHODS or re.fullmatch(r"pissa_niter_\d+", start))
     _require(
@@ -239,24 +240,24 @@ def _require(condition: bool, sentence: str) -> None:
 
 
 def _check_targets(model: Any, peft_config: Any) -> None:
-    """peft passes over what it does not find.
+    """Checks that the modules, layers and tokens of the configuration exist; peft ignores those that do not.
 
     Raises:
-        ConfigError: modules, layers or tokens that the model does not have.
+        ConfigError: the model does not have them.
     """
     names = [name for name, _ in model.named_modules()]
     for wanted in getattr(peft_config, "modules_to_save", None) or ():
         if not _is_in(wanted, names):
             raise ConfigError(
                 f"modules_to_save names {wanted!r}, and the model has no such module: nothing would be trained or "
-                "saved for it. Usual ones are 'lm_head' and 'embed_tokens'."
+                "saved for it. Common ones are 'lm_head' and 'embed_tokens'."
             )
     layers = getattr(peft_config, "layers_to_transform", None)
     count = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
     outside = [layer for layer in ([layers] if isinstance(layers, int) else layers or ()) if layer not in range(count)]
     if outside and count:
         raise ConfigError(
-            f"layers_to_transform (`lora.layers` in a recipe) names {outside}, and the model has the layers 0 to "
+            f"layers_to_transform (`lora.layers` in a recipe) names {outside}, and the model has layers 0 to "
             f"{count - 1}."
         )
     tokens = getattr(peft_config, "trainable_token_indices", None) or ()
@@ -272,7 +273,7 @@ def _check_targets(model: Any, peft_config: Any) -> None:
     missing = [] if targets is None or isinstance(targets, str) else [w for w in targets if not _is_in(w, names)]
     if missing:
         logger.warning(
-            "target_modules names %s, which this model does not have: nothing is added there.",
+            "target_modules names %s, which this model does not have; they are ignored.",
             ", ".join(map(repr, sorted(missing))),
         )
 
@@ -282,13 +283,13 @@ def _is_in(wanted: str, names: list[str]) -> bool:
 
 
 def _warn_of_tied_layers(model: Any) -> None:
-    """An adapter on one of two layers that share their weights: it trains, saves and loads; merging is the trap."""
+    """Warns about an adapter on one of two layers that share their weights: merging it with peft is wrong."""
     base = base_model(model)
     ends = {"embeddings": base.get_input_embeddings(), "head": base.get_output_embeddings()}
     names = [name for name, layer in ends.items() if isinstance(layer, BaseTunerLayer)]
     if names and base.config.get_text_config().tie_word_embeddings:
         logger.warning(
             "The adapter acts on the %s of a model whose embeddings and head share their weights. peft's "
-            "merge_and_unload() would change both, which is another model; `grupo export` takes them apart first.",
+            "merge_and_unload() would change both, which gives another model; `grupo export` unties them first.",
             " and the ".join(names),
         )

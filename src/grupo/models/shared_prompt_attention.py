@@ -1,11 +1,11 @@
-"""Attention over packed rows, in which the completions of one prompt share it, and over the cache of a rollout.
+"""Attention over packed rows, where completions share their prompt, and over the key-value cache of a rollout.
 
-A packed row holds each prompt once and its completions behind it (`PackedLayout`); a completion attends to its prompt
-and to itself. Log-probs and gradients are those of separate rows, without computing a prompt more than once. While
-completions are sampled, each row has one new token that attends to its keys in the cache (`DecodeLayout`).
+A packed row holds each prompt once, followed by its completions (`PackedLayout`); a completion attends to its prompt
+and to itself. Log-probs and gradients equal those of separate rows, and each prompt is computed only once. In decoding,
+each row has one new token that attends to its keys in the cache (`DecodeLayout`).
 
-The function below is registered in the `AttentionInterface` of transformers, which models look up by the name in their
-configuration; the layout reaches it as a keyword of the model's forward.
+`shared_prompt_attention` is registered in the `AttentionInterface` of transformers, where models look it up by the name
+in their configuration; the layout reaches it as a keyword of the model's forward.
 
 N tokens of the row, h heads, k key-value heads, D head size; for one prompt: P prompt tokens, G completions, C tokens
 of the longest one.
@@ -32,69 +32,69 @@ from grupo.types import GroupSpan, PackedLayout
 ATTENTION = "grupo_packed"
 LAYOUT_KEYWORD = "attention_layout"
 QUERY_BLOCK = 1024
-"""Queries of a completion that are computed together: bounds the mask of long completions to this many rows, and
-leaves out most of the keys that come after them."""
+"""Queries of a completion that are computed together: limits the mask of a long completion to this many rows, and
+skips most of the keys after them."""
 KEPT_MASKS = 8
-"""Blocks whose masks are made once for all layers."""
+"""Blocks whose masks are computed once for all layers."""
 
 
 @dataclass(frozen=True)
 class DecodeLayout:
-    """Which columns of the cache the rows of a decode step see. The new token is in the last column."""
+    """Cache columns that each row of a decode step can see. The new token is in the last column."""
 
     first_column: tuple[int, ...]
-    """Of each row, in the columns that the cache gives out."""
+    """First visible column of each row, among those that the cache returns."""
     num_columns: int
     device: torch.device
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """(R, 1, 1, columns) 0 where a row may look, else -inf; None: all rows see all columns."""
-        oldest = 0 if window is None else max(0, self.num_columns - window)
-        if max(self.first_column) == 0 and oldest == 0:
+        """(R, 1, 1, columns) 0 for visible columns, else -inf; None: all rows see all columns."""
+        min_start = 0 if window is None else max(0, self.num_columns - window)
+        if max(self.first_column) == 0 and min_start == 0:
             return None
-        return _column_mask(self.first_column, oldest, self.num_columns, dtype, self.device)
+        return _column_mask(self.first_column, min_start, self.num_columns, dtype, self.device)
 
 
 @contextlib.contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends by the layout that its forward is given.
+    """Makes the model attend by the layout that is passed to its forward.
 
-    Keep the context open until after the backward pass: checkpointing runs the forward again in there. Close it before
+    Keep the context open until after the backward pass, because checkpointing runs the forward again. Close it before
     the model is used in any other way.
     """
     AttentionInterface.register(ATTENTION, shared_prompt_attention)
     configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
     before = [(config, config._attn_implementation_internal) for config in configs.values()]
     try:
-        # The attribute behind `attn_implementation`: its setter, and `set_attn_implementation`, would also set every
-        # nested configuration, and could not set it back where they differ.
+        # Not `attn_implementation`: its setter, and `set_attn_implementation`, would also change every nested
+        # configuration, and could not restore them where they differ.
         for config, _ in before:
             config._attn_implementation_internal = ATTENTION
         yield
     finally:
         for config, implementation in before:
             config._attn_implementation_internal = implementation
-        # Masks and indices are of these lengths; the next rows have others.
-        for kept in (_column_mask, _Rows.of, _mask):
+        # Masks and indices fit these lengths; the next rows have others.
+        for kept in (_column_mask, _UnpackedCompletions.of, _mask):
             kept.cache_clear()
 
 
 def packing_unsupported_reason(base: Any) -> str | None:
-    """What can be told without running the model; None: its numbers decide."""
+    """Why the model cannot use packed rows, as far as known without running it; None: a numerical check decides."""
     if not isinstance(base, PreTrainedModel):
-        return "this model is not one of the transformers library"
+        return "this model is not from the transformers library"
     parameters = inspect.signature(type(base).forward).parameters.values()
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return "the forward of this model takes no further keywords"
+        return "the forward of this model accepts no additional keywords"
     if "chunked_attention" in (getattr(base.config.get_text_config(), "layer_types", None) or ()):
-        return "this model attends in chunks"
+        return "this model uses chunked attention"
     return None
 
 
 def missing_window_reason(base: Any, layout: PackedLayout) -> str | None:
-    """Whether a model, run with this layout, should have named a sliding window and did not.
+    """The reason if a model that was run with this layout has sliding windows but did not pass them on.
 
-    Numbers do not show it, as long as sequences are shorter than the window.
+    The numerical check cannot find that, because its sequences are shorter than the window.
     """
     config = base.config.get_text_config()
     types = getattr(config, "layer_types", None)
@@ -103,7 +103,7 @@ def missing_window_reason(base: Any, layout: PackedLayout) -> str | None:
     else:
         expected = "sliding_attention" in types
     if expected and layout.windows <= {None}:
-        return "the layers of this model do not tell their sliding windows to the attention function"
+        return "the layers of this model do not pass their sliding windows to the attention function"
     return None
 
 
@@ -153,7 +153,7 @@ def shared_prompt_attention(
     """Attention of one layer: query (R, h, N, D), key and value (R, k, N or columns, D); returns (R, N, h, D).
 
     Args:
-        sliding_window: tokens that a query sees, itself included.
+        sliding_window: tokens that a query can see, including itself.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
         s_aux: (h,) attention sinks, scores of a key without a value (gpt-oss).
     """
@@ -177,31 +177,33 @@ def _decode(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """(R, 1, h, D) of one new token per row. The heads of a key-value head are its queries: nothing is repeated."""
+    """(R, 1, h, D) of one new token per row. Heads that share a key-value head are treated as its queries."""
     rows, heads, _, size = query.shape
     shared = heads // key.shape[1]
     queries = query.reshape(rows, key.shape[1], shared, size) * (size**-0.5 if scaling is None else scaling)
     sink = None if sinks is None else sinks.view(1, -1, shared, 1)
-    shares = _attention_probs(queries @ key.transpose(2, 3), mask, softcap, sink).to(value.dtype)
-    return (shares @ value).reshape(rows, 1, heads, value.shape[-1])
+    probs = _attention_probs(queries @ key.transpose(2, 3), mask, softcap, sink).to(value.dtype)
+    return (probs @ value).reshape(rows, 1, heads, value.shape[-1])
 
 
 def _attention_probs(scores: Tensor, mask: Tensor | None, softcap: float | None, sink: Tensor | None) -> Tensor:
-    """What each query takes of each key, in float32 at least; `sink` is the score of a key without a value."""
+    """Attention probabilities, at least in float32; `sink` is the score of a key without a value."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores + mask
     if sink is not None:
         scores = torch.cat([scores, sink.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
-    shares = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return shares if sink is None else shares[..., :-1]
+    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return probs if sink is None else probs[..., :-1]
 
 
 @functools.lru_cache(maxsize=4)
-def _column_mask(first: tuple[int, ...], oldest: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same for every layer of a decode step that looks as far back."""
-    seen = torch.tensor(first, device=device).clamp_min(oldest)
+def _column_mask(
+    first: tuple[int, ...], min_start: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The same for all layers of a decode step with the same window."""
+    seen = torch.tensor(first, device=device).clamp_min(min_start)
     hidden = torch.arange(columns, device=device) < seen[:, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None, None]
 
@@ -210,30 +212,30 @@ def _packed(layout: PackedLayout, attention: Any, query: Tensor, key: Tensor, va
     """(1, N, h, D)."""
     sizes = [size for group in layout.groups for size in (group.prompt_length, sum(group.completion_lengths))]
     padding = query.shape[2] - sum(sizes)
-    # One split, whose backward is one concatenation; a slice of its own for each part would cost a whole row each.
+    # One split, whose backward is one concatenation; the backward of each separate slice would cost a whole row.
     queries, keys, values = (tensor.split([*sizes, padding], dim=2) for tensor in (query, key, value))
     mixed: list[Tensor] = []
     for index, group in enumerate(layout.groups):
-        prompt, behind = 2 * index, 2 * index + 1
-        # A copy: backward needs it, and a view would keep the whole row, of which uneven completions have copies.
+        prompt, completions = 2 * index, 2 * index + 1
+        # A copy, because backward keeps it, and a view would keep the whole row as well.
         mixed.append(attention(queries[prompt].clone(), keys[prompt], values[prompt]))
         if group.completion_lengths:
-            key_pair, value_pair = (keys[prompt], keys[behind]), (values[prompt], values[behind])
-            mixed.append(_completions(attention, group, queries[behind], key_pair, value_pair))
+            key_pair, value_pair = (keys[prompt], keys[completions]), (values[prompt], values[completions])
+            mixed.append(_completions(attention, group, queries[completions], key_pair, value_pair))
     result = _assembled(layout, padding, *mixed)
     register_recompute(result, functools.partial(_assembled, layout, padding), *mixed)
     return result
 
 
 def _assembled(layout: PackedLayout, padding: int, *mixed: Tensor) -> Tensor:
-    """(1, N, h, D) from (1, h, P, D) of each prompt and (G, h, C, D) of its completions, if it has any."""
+    """(1, N, h, D) from (1, h, P, D) of each prompt and (G, h, C, D) of its completions, if there are any."""
     rest = list(mixed)
     parts: list[Tensor] = []
     for group in layout.groups:
         parts.append(rest.pop(0).transpose(1, 2))
         if group.completion_lengths:
             rows = rest.pop(0)
-            parts.append(_Rows.of(group.completion_lengths, rows.device).pack(rows))
+            parts.append(_UnpackedCompletions.of(group.completion_lengths, rows.device).pack(rows))
     if padding:
         parts.append(parts[0].new_zeros(1, padding, *parts[0].shape[2:]))
     return torch.cat(parts, dim=1)
@@ -242,8 +244,8 @@ def _assembled(layout: PackedLayout, padding: int, *mixed: Tensor) -> Tensor:
 def _completions(
     attention: Any, group: GroupSpan, query: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """(G, h, C, D) of all completions of a prompt; keys and values are those of prompt and completions."""
-    rows = _Rows.of(group.completion_lengths, query.device)
+    """(G, h, C, D) of all completions of a prompt; keys and values are pairs, of prompt and completions."""
+    rows = _UnpackedCompletions.of(group.completion_lengths, query.device)
     full_key, full_value = rows.with_prompt(*keys), rows.with_prompt(*values)
     register_recompute(full_key, rows.with_prompt, *keys)
     register_recompute(full_value, rows.with_prompt, *values)
@@ -259,10 +261,10 @@ def _completions(
     return torch.cat(blocks, dim=2)
 
 
-class _Rows:
-    """Completions between the packed row and rows of their own, padded on the right.
+class _UnpackedCompletions:
+    """Converts completions between the packed row and separate rows, padded on the right.
 
-    The padding repeats some token of the row: causal queries do not see it, and its own outputs are dropped.
+    The padding repeats a token of the row: causal queries do not see it, and its own outputs are dropped.
     """
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -277,9 +279,9 @@ class _Rows:
 
     @staticmethod
     @functools.lru_cache(maxsize=64)
-    def of(lengths: tuple[int, ...], device: torch.device) -> _Rows:
-        """The same for every layer of a forward."""
-        return _Rows(lengths, device)
+    def of(lengths: tuple[int, ...], device: torch.device) -> _UnpackedCompletions:
+        """The same for all layers of a forward."""
+        return _UnpackedCompletions(lengths, device)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """(1, h, sum of lengths, D) -> (G, h, C, D). Tokens come before heads in memory, as projections leave them."""
@@ -289,7 +291,7 @@ class _Rows:
         return unpacked
 
     def with_prompt(self, prompt: Tensor, packed: Tensor) -> Tensor:
-        """(G, k, P + C, D): every row of `packed` behind a copy of `prompt`, (1, k, P, D)."""
+        """(G, k, P + C, D): each row of `packed` after a copy of `prompt`, (1, k, P, D)."""
         return torch.cat([prompt.expand(self.count, -1, -1, -1), self.unpack(packed)], dim=2)
 
     def pack(self, rows: Tensor) -> Tensor:
@@ -309,7 +311,7 @@ def _attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention of the last tokens: query (R, h, Q, D) stands at the end of key and value (R, k, K, D)."""
+    """Causal attention of the last Q tokens: query (R, h, Q, D) is at the end of key and value (R, k, K, D)."""
     length, total = query.shape[2], key.shape[2]
     window = window if window is not None and window < total else None
     mask = None
@@ -319,7 +321,7 @@ def _attention(
         return _eager_attention(query, key, value, mask, scaling, dropout, softcap, sinks)
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and mask is not None and query.is_cuda:
-        # With a mask CUDA has no fused kernel that shares key-value heads.
+        # With a mask, CUDA has no fused kernel for shared key-value heads.
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         groups = 1
     return functional.scaled_dot_product_attention(
@@ -330,8 +332,8 @@ def _attention(
 
 @functools.lru_cache(maxsize=KEPT_MASKS)
 def _mask(queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(Q, K) 0 where the last Q of K tokens may look, else -inf; the same for all layers and completions."""
-    # Kept for other forwards, which may train.
+    """(Q, K) 0 where the last Q of K tokens can see a key, else -inf; the same for all layers and completions."""
+    # Cached for other forwards, which may need gradients.
     with torch.inference_mode(False):
         query = torch.arange(keys - queries, keys, device=device)[:, None]
         key = torch.arange(keys, device=device)
@@ -351,12 +353,12 @@ def _eager_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """With all scores in memory: for what fused kernels do not know."""
+    """Keeps all scores in memory: for features that fused kernels lack."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     if mask is None:
         mask = _mask(query.shape[2], key.shape[2], None, query.dtype, query.device)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     sink = None if sinks is None else sinks.view(1, -1, 1, 1)
-    shares = _attention_probs(scores, mask, softcap, sink).to(value.dtype)
-    return functional.dropout(shares, dropout) @ value
+    probs = _attention_probs(scores, mask, softcap, sink).to(value.dtype)
+    return functional.dropout(probs, dropout) @ value

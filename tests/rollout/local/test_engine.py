@@ -220,5 +220,5 @@ def test_scripted_engine_replays_a_list_in_order():
     two_each = [GenerationRequest(p, (0, 0)) for p in PROMPTS[:2]]
     results = scripted.generate(two_each, SamplingSpec())
     assert [c.token_ids[0] for group in results for c in group] == [9, 10, 11, 12]
-    with pytest.raises(DataError, match="used up"):
+    with pytest.raises(DataError, match="all are used"):
         scripted.generate(two_each, SamplingSpec())

@@ -110,7 +110,7 @@ def test_a_hook_anywhere_in_a_layer_counts(part):
 def test_layers_that_are_not_folded_are_told(settings, unfolded, caplog):
     caplog.set_level("INFO", logger="grupo")
     engine(adapted(**settings))
-    assert (f"The adapters of {unfolded} layers decode unfolded" in caplog.text) == bool(unfolded)
+    assert (f"The adapters of {unfolded} layers are not plain LoRA" in caplog.text) == bool(unfolded)
 
 
 def test_no_copy_of_what_a_copy_could_miss():

@@ -1,6 +1,6 @@
-"""Two ways through a model for the rows of a rollout: over our own cache where the model takes it, or over the model's.
+"""Two decoders for the rows of a rollout: with our own cache where the model supports it, else with the model's.
 
-Both continue rows by one token a step, and forget rows that are finished. R rows, V vocabulary.
+Both extend each row by one token per step, and drop finished rows. R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from grupo.rollout.local.kv_cache import AlignedKVCache, cache_bytes
 from grupo.types import GroupSpan, PackedLayout
 
 CHECK_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""Largest difference of log-probs at the check of the first rollout, nats; 0.1 in other dtypes."""
+"""Largest difference of log-probs in the check before the first rollout, in nats; 0.1 for other dtypes."""
 PREFILL_TOKENS = 4096
-"""Prompt tokens of one forward, where one prompt alone has no more."""
+"""Most prompt tokens of one forward; a longer prompt is computed alone."""
 
 
 @dataclass(frozen=True)
 class PrefilledPrompt:
-    """A prompt that was computed, and the completions of it that are still to enter."""
+    """A prompt after its forward, from which rows can be started."""
 
     token_ids: tuple[int, ...]
     cache: Any
@@ -54,29 +54,29 @@ def prefill_bytes(prompts: int, prompt: int, widths: LayerWidths, *, itemsize: i
 
 class Decoder(Protocol):
     can_refill: bool
-    """Whether rows may enter while others are being decoded."""
+    """Whether rows can be added while others are being decoded."""
 
     def attention(self) -> AbstractContextManager[None]:
-        """Kept open around everything else."""
+        """Context for all other calls."""
         ...
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[PrefilledPrompt]: ...
 
-    def enter(self, entry: PrefilledPrompt, count: int) -> None:
-        """`count` rows of this prompt go behind the rows that are there."""
+    def add_rows(self, prompt: PrefilledPrompt, count: int) -> None:
+        """Appends `count` rows of this prompt."""
         ...
 
-    def keep(self, order: Sequence[int]) -> None:
-        """The rows that go on, and their new order."""
+    def reorder_rows(self, order: Sequence[int]) -> None:
+        """Keeps the rows `order`, in this order."""
         ...
 
     def step(self, token_ids: Tensor) -> Tensor:
-        """(R, V) logits behind one more token of every row."""
+        """(R, V) logits after one more token of each row."""
         ...
 
 
 class ForwardSignature:
-    """How a model wants to be called."""
+    """Names of the arguments that a model's forward accepts."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = inspect.signature(type(base_model(model)).forward).parameters
@@ -86,9 +86,9 @@ class ForwardSignature:
 
 
 class RowDecoder:
-    """Over `AlignedKVCache`: prompts in packed rows without padding, and rows that come and go at any step.
+    """Decodes with `AlignedKVCache`: prompts in packed rows without padding, rows added and dropped at any step.
 
-    Used inside of `attention()` only.
+    To be used only inside `attention()`.
     """
 
     can_refill = True
@@ -101,20 +101,20 @@ class RowDecoder:
         self.cache: AlignedKVCache | None = None
         self.positions: list[int] = []
         self.windows: set[int | None] = set()
-        """Sliding windows that the layers asked for."""
+        """Sliding windows that the layers requested."""
 
     def attention(self) -> AbstractContextManager[None]:
         return packed_attention(base_model(self.model))
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[PrefilledPrompt]:
-        entries: list[PrefilledPrompt] = []
+        prefilled: list[PrefilledPrompt] = []
         batch: list[tuple[int, ...]] = []
         for prompt in prompts:
             if batch and sum(map(len, batch)) + len(prompt) > PREFILL_TOKENS:
-                entries.extend(self._prefill(batch))
+                prefilled.extend(self._prefill(batch))
                 batch = []
             batch.append(prompt)
-        return entries + self._prefill(batch)
+        return prefilled + self._prefill(batch)
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[PrefilledPrompt]:
         ids = [token for prompt in prompts for token in prompt]
@@ -135,24 +135,24 @@ class RowDecoder:
             for index, (prompt, span) in enumerate(zip(prompts, spans, strict=True))
         ]
 
-    def enter(self, entry: PrefilledPrompt, count: int) -> None:
+    def add_rows(self, prompt: PrefilledPrompt, count: int) -> None:
         if self.cache is None:
-            self.cache = AlignedKVCache(entry.cache, self.slots)
-        self.cache.enter(entry.cache, count)
-        self.positions.extend([len(entry.token_ids)] * count)
+            self.cache = AlignedKVCache(prompt.cache, self.slots)
+        self.cache.add_rows(prompt.cache, count)
+        self.positions.extend([len(prompt.token_ids)] * count)
 
-    def keep(self, order: Sequence[int]) -> None:
+    def reorder_rows(self, order: Sequence[int]) -> None:
         assert self.cache is not None
-        self.cache.keep(order)
+        self.cache.reorder_rows(order)
         self.positions = [self.positions[row] for row in order]
 
     def step(self, token_ids: Tensor) -> Tensor:
         cache = self.cache
         assert cache is not None
         cache.advance()
-        oldest = cache.oldest
-        first = tuple(column - oldest for column in cache.first)
-        layout = DecodeLayout(first, cache.column - oldest, self.device)
+        min_start = cache.min_start
+        first = tuple(column - min_start for column in cache.row_start)
+        layout = DecodeLayout(first, cache.next_column - min_start, self.device)
         output = self._forward(token_ids[:, None], [[position] for position in self.positions], layout, cache)
         self.positions = [position + 1 for position in self.positions]
         logits: Tensor = output.logits[:, -1]
@@ -169,7 +169,7 @@ class RowDecoder:
 
 
 class PlainDecoder:
-    """Over the model's own kind of cache, prompts padded on the left: for any causal model that has a cache."""
+    """Decodes with the model's own cache, prompts padded on the left: for any causal model with a cache."""
 
     can_refill = False
 
@@ -179,31 +179,31 @@ class PlainDecoder:
         self.device = next(base_model(model).parameters()).device
         self.cache: Any = None
         self.mask = torch.zeros(0, 0, dtype=torch.long)
-        self._waiting: list[int] = []
-        """Row of the prefill of each row that has entered, until the first step."""
+        self._added: list[int] = []
+        """Index in the prefill of each row that was added, until the first step."""
 
     def attention(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[PrefilledPrompt]:
         ids, self.mask = pad_left(prompts, self.device)
-        self.cache, self._waiting = None, []
+        self.cache, self._added = None, []
         logits = self._forward(ids, (self.mask.cumsum(-1) - 1).clamp_min(0))
         return [PrefilledPrompt(prompt, index, logits[index]) for index, prompt in enumerate(prompts)]
 
-    def enter(self, entry: PrefilledPrompt, count: int) -> None:
-        self._waiting.extend([entry.cache] * count)
+    def add_rows(self, prompt: PrefilledPrompt, count: int) -> None:
+        self._added.extend([prompt.cache] * count)
 
-    def keep(self, order: Sequence[int]) -> None:
-        if self._waiting:
-            self._waiting = [self._waiting[row] for row in order]
+    def reorder_rows(self, order: Sequence[int]) -> None:
+        if self._added:
+            self._added = [self._added[row] for row in order]
         else:
             self._reorder(order)
 
     def step(self, token_ids: Tensor) -> Tensor:
-        if self._waiting:
-            self._reorder(self._waiting)
-            self._waiting = []
+        if self._added:
+            self._reorder(self._added)
+            self._added = []
         self.mask = torch.cat([self.mask, self.mask.new_ones(self.mask.shape[0], 1)], dim=1)
         return self._forward(token_ids[:, None], self.mask.sum(-1, keepdim=True) - 1)
 
@@ -228,9 +228,9 @@ class PlainDecoder:
 
 
 def supports_row_cache(model: nn.Module, signature: ForwardSignature, *, like: nn.Module) -> bool:
-    """Whether decoding `model` over `AlignedKVCache` gives the log-probs of a forward of `like` without any cache.
+    """Whether decoding `model` with `AlignedKVCache` gives the log-probs of a forward of `like` without a cache.
 
-    Two prompts of different lengths are continued, one of them by two rows, of which one leaves.
+    Two prompts of different lengths are continued, one of them by two rows, of which one is dropped.
     """
     base = base_model(model)
     size = vocabulary_size(base)
@@ -242,20 +242,20 @@ def supports_row_cache(model: nn.Module, signature: ForwardSignature, *, like: n
     try:
         with decoder.attention():
             long, short = decoder.prefill(prompts)
-            decoder.enter(long, 1)
+            decoder.add_rows(long, 1)
             found = [decoder.step(torch.tensor([steps[0][0]], device=decoder.device))[0]]
-            decoder.enter(short, 2)
+            decoder.add_rows(short, 2)
             for index in range(2):
                 tokens = [steps[0][1 + index], steps[1][index], steps[2][index]]
                 decoder.step(torch.tensor(tokens, device=decoder.device))
-            decoder.keep([0, 2])
+            decoder.reorder_rows([0, 2])
             logits = decoder.step(torch.tensor([steps[0][3], steps[2][2]], device=decoder.device))
         found += [logits[0], logits[1]]
         expected = [
             like(input_ids=torch.tensor([[*prompt, *ids]], device=decoder.device), use_cache=False).logits[0, -1]
             for prompt, ids in ((prompts[0], steps[0][:1]), (prompts[0], steps[0]), (prompts[1], steps[2][:3]))
         ]
-    # What a model's own code does with a cache and a keyword that it does not know.
+    # Raised by the code of models that do not support this cache or this keyword.
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, NotImplementedError):
         return False
     if missing_window_reason(base, PackedLayout((), decoder.windows)) is not None:
@@ -266,7 +266,7 @@ def supports_row_cache(model: nn.Module, signature: ForwardSignature, *, like: n
 
 
 def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(R, P) ids with 0 on the left, and the mask that hides it. The padding id is never attended to or read."""
+    """(R, P) ids, padded with 0 on the left, and their mask. Padding is never attended to."""
     longest = max(len(sequence) for sequence in sequences)
     ids = torch.zeros(len(sequences), longest, dtype=torch.long)
     mask = torch.zeros(len(sequences), longest, dtype=torch.long)

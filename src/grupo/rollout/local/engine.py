@@ -36,19 +36,19 @@ from grupo.utils.quantized_layers import evaluation_mode
 logger = logging.getLogger("grupo")
 
 MAX_ROWS = {"cpu": 64}
-"""Rows that are decoded together, by kind of device."""
+"""Most rows that are decoded together, by kind of device."""
 MAX_ROWS_ELSEWHERE = 256
-_NO_NUMBERS = (
-    "The model's logits are NaN or infinite, so no token can be drawn. Its weights are damaged, or it overflows in its "
-    "dtype: load them again, and use bfloat16 or float32 instead of float16."
+_NONFINITE_LOGITS = (
+    "The model's logits are NaN or infinite, so no token can be sampled. Its weights are damaged, or it overflows in "
+    "its dtype: load them again, and use bfloat16 or float32 instead of float16."
 )
 COPY_HEADROOM = 1.5
-"""The model's size times this must be free for a copy of it: the cache comes on top."""
+"""Free memory that a copy needs, as a multiple of the model's size: the cache needs memory too."""
 
 
 @dataclass
 class _Row:
-    """A completion in the making."""
+    """A completion that is being sampled."""
 
     request: int
     place: int
@@ -61,26 +61,26 @@ class _Row:
 
 @dataclass
 class _PendingRequest:
-    """A request of which some completions have not begun."""
+    """A request with completions that are not started yet."""
 
     index: int
     request: GenerationRequest
-    begun: int = 0
-    entry: PrefilledPrompt | None = None
+    started: int = 0
+    prompt: PrefilledPrompt | None = None
 
 
 class LocalEngine:
-    """Samples from `model` as it is now: nothing to synchronise.
+    """Samples from the current weights of `model`: there is nothing to synchronise.
 
-    Each prompt is prefilled once and its cache is fanned out to the completions of the group. A completion that ends
-    leaves its place to the next one that waits. Adapters are folded into a copy of their layers for the time of a
-    rollout, where memory allows. The model's own `generation_config` is not read, except for its stop tokens.
+    Each prompt is prefilled once, and its cache is copied to the completions of the group. When a completion ends, the
+    next one that waits takes its place. During a rollout adapters are folded into a copy of their layers, if memory
+    allows. The model's own `generation_config` is not read, except for its stop tokens.
 
     Args:
         model: called as `model(input_ids=..., past_key_values=...)`; not wrapped for several ranks.
         decode: token ids to text without special tokens.
         stop_token_ids: every id that ends a completion.
-        autocast: context of every forward, that of scoring.
+        autocast: context of each forward, the same as for computing log-probs.
         max_rows: completions that are decoded together; None: 64 on the CPU, 256 elsewhere.
     """
 
@@ -102,11 +102,12 @@ class LocalEngine:
         self._signature = ForwardSignature(model)
         if unfolded := unfolded_layers(model):
             logger.info(
-                "The adapters of %d layers decode unfolded, which takes longer: they are not plain LoRA.", unfolded
+                "The adapters of %d layers are not plain LoRA and cannot be folded into them: decoding is slower.",
+                unfolded,
             )
         self._supports_row_cache: bool | None = None
         self.copies: bool | None = None
-        """Whether a copy decodes; None: decided at the first rollout, by the free memory."""
+        """Whether a copy decodes; None: decided by the free memory at the first rollout."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         finished: dict[tuple[int, int], Completion] = {}
@@ -115,7 +116,7 @@ class LocalEngine:
             with torch.no_grad(), evaluation_mode(self.model), self.autocast():
                 model = self._decoding_model()
                 decoder = self._decoder(model, requests)
-                # Faster still, but tensors that are made in it can never take part in training: only for the copy.
+                # Faster still, but tensors created in it can never be used in training: only for the copy.
                 inference = contextlib.nullcontext() if model is self.model else torch.inference_mode()
                 with decoder.attention(), inference:
                     for row, stopped in self._rows(decoder, requests, sampling):
@@ -128,7 +129,7 @@ class LocalEngine:
 
     def _decoding_model(self) -> nn.Module:
         if self.copies is None:
-            # Once: with folded adapters numbers are rounded differently, and a run is to stay the same all along.
+            # Decided once: folded adapters round differently, and a run must not change half-way.
             self.copies = copy_fits(self.model, free_bytes(self.device))
         copied = make_inference_copy(self.model) if self.copies else None
         return self.model if copied is None else copied
@@ -144,7 +145,7 @@ class LocalEngine:
     def _rows(
         self, decoder: Decoder, requests: Sequence[GenerationRequest], sampling: SamplingSpec
     ) -> Iterator[tuple[_Row, bool]]:
-        """Yields each row when it is finished, with whether a stop token ended it."""
+        """Yields each finished row, and whether a stop token ended it."""
         stop_ids = {*self.stop_token_ids, *sampling.stop_token_ids}
         waiting = deque(_PendingRequest(index, request) for index, request in enumerate(requests) if request.seeds)
         rows: list[_Row] = []
@@ -161,11 +162,11 @@ class LocalEngine:
             draw = sample_tokens(
                 logits, sampling, torch.tensor(uniforms, dtype=torch.float64, device=logits.device), seen
             )
-            # One transfer a step; token ids are exact in float64.
+            # One transfer per step; token ids are exact in float64.
             ids, *numbers = torch.stack([column.double() for column in draw]).tolist()
             if any(map(math.isnan, numbers[0])):
-                raise TrainingError(_NO_NUMBERS)
-            going = []
+                raise TrainingError(_NONFINITE_LOGITS)
+            remaining = []
             for place, (row, token, behavior, sampled, entropy) in enumerate(zip(rows, ids, *numbers, strict=True)):
                 row.token_ids.append(int(token))
                 row.behavior_logprobs.append(behavior)
@@ -175,12 +176,12 @@ class LocalEngine:
                 if stopped or len(row.token_ids) == sampling.max_new_tokens:
                     yield row, stopped
                 else:
-                    going.append(place)
+                    remaining.append(place)
             next_ids = draw.token_ids
-            if len(going) < len(rows):
-                # Rows that stopped leave at once: nothing is computed for a finished completion.
-                order = _compact_order(going)
-                decoder.keep(order)
+            if len(remaining) < len(rows):
+                # Finished rows are dropped at once: nothing is computed for them.
+                order = _compact_order(remaining)
+                decoder.reorder_rows(order)
                 rows = [rows[place] for place in order]
                 index = torch.tensor(order, dtype=torch.long, device=next_ids.device)
                 next_ids = next_ids.index_select(0, index)
@@ -193,42 +194,42 @@ class LocalEngine:
             logits = decoder.step(next_ids)
 
     def _enter(
-        self, decoder: Decoder, waiting: deque[_PendingRequest], running: int, sampling: SamplingSpec
+        self, decoder: Decoder, waiting: deque[_PendingRequest], active: int, sampling: SamplingSpec
     ) -> tuple[list[_Row], Tensor, Tensor | None]:
-        """Rows for the free places, in order of the requests; their (R, V) logits, and the tokens of their prompts."""
-        free = self.max_rows - running
+        """New rows for the free slots, in the order of the requests; their (R, V) logits and prompt tokens."""
+        free = self.max_rows - active
         coming: list[tuple[_PendingRequest, int]] = []
         for item in waiting:
-            count = min(free, len(item.request.seeds) - item.begun)
+            count = min(free, len(item.request.seeds) - item.started)
             if count:
                 coming.append((item, count))
             free -= count
             if not free:
                 break
-        fresh = [item for item, _ in coming if item.entry is None]
+        fresh = [item for item, _ in coming if item.prompt is None]
         if fresh:
             entries = decoder.prefill([item.request.prompt.token_ids for item in fresh])
             for item, entry in zip(fresh, entries, strict=True):
-                item.entry = entry
+                item.prompt = entry
         rows: list[_Row] = []
         logits, seen = [], []
         for item, count in coming:
-            assert item.entry is not None
-            decoder.enter(item.entry, count)
-            seeds = item.request.seeds[item.begun : item.begun + count]
-            places = range(item.begun, item.begun + count)
+            assert item.prompt is not None
+            decoder.add_rows(item.prompt, count)
+            seeds = item.request.seeds[item.started : item.started + count]
+            places = range(item.started, item.started + count)
             rows.extend(
                 _Row(item.index, place, _uniforms(seed, sampling)) for place, seed in zip(places, seeds, strict=True)
             )
-            logits.append(item.entry.logits.expand(count, -1))
+            logits.append(item.prompt.logits.expand(count, -1))
             if sampling.repetition_penalty != 1.0:
                 of_prompt = torch.zeros(1, logits[-1].shape[-1], dtype=torch.bool, device=logits[-1].device)
                 of_prompt[0, list(item.request.prompt.token_ids)] = True
                 seen.append(of_prompt.expand(count, -1))
-            item.begun += count
+            item.started += count
             if not decoder.can_refill:
-                item.entry = None
-        while waiting and waiting[0].begun == len(waiting[0].request.seeds):
+                item.prompt = None
+        while waiting and waiting[0].started == len(waiting[0].request.seeds):
             waiting.popleft()
         return rows, torch.cat(logits), torch.cat(seen) if seen else None
 
@@ -249,20 +250,20 @@ def copy_fits(model: nn.Module, free: int | None) -> bool:
 
 
 def max_rows_for(device_type: str) -> int:
-    """Completions that are decoded together on a device of this kind, unless an engine is told otherwise."""
+    """Most completions that are decoded together on this kind of device, unless `max_rows` is set."""
     return MAX_ROWS.get(device_type, MAX_ROWS_ELSEWHERE)
 
 
-def _compact_order(going: Sequence[int]) -> list[int]:
-    """The rows that go on, those at the end moved into the places that became free; the others stay where they are."""
-    count = len(going)
-    staying = {row for row in going if row < count}
-    moving = iter(row for row in going if row >= count)
+def _compact_order(remaining: Sequence[int]) -> list[int]:
+    """The remaining rows: those at the end fill the free indices, and the others keep theirs."""
+    count = len(remaining)
+    staying = {row for row in remaining if row < count}
+    moving = iter(row for row in remaining if row >= count)
     return [place if place in staying else next(moving) for place in range(count)]
 
 
 def _uniforms(seed: int, sampling: SamplingSpec) -> list[float]:
-    """(max_new_tokens,) of one completion, from its own seed."""
+    """(max_new_tokens,) random numbers of one completion, from its own seed."""
     if sampling.temperature == 0:
         return [0.0] * sampling.max_new_tokens
     generator = torch.Generator().manual_seed(seed)

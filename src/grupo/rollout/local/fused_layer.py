@@ -1,4 +1,4 @@
-"""A decoder layer in as few operators as it takes: with a handful of rows, each costs more than its arithmetic.
+"""A decoder layer in as few operators as possible: with few rows, launching an operator costs more than its arithmetic.
 
 R rows, N tokens of each, H hidden, h heads, k key-value heads, D head size, I inner width of the feed-forward part.
 """
@@ -22,23 +22,23 @@ WINDOW_OF: dict[str, Callable[[Any], int | None]] = {
     "Qwen2DecoderLayer": lambda attention: attention.sliding_window,
     "Qwen3DecoderLayer": lambda attention: attention.sliding_window,
 }
-"""The layers of transformers that are of the form below, and where each has its sliding window."""
+"""Layers of transformers that have the structure below, and where each keeps its sliding window."""
 
 
 def is_fusible(layer: nn.Module) -> bool:
-    """Whether `DecodingLayer` says the same as this layer does, hooks aside."""
+    """Whether `DecodingLayer` computes what this layer does, apart from hooks."""
     return type(layer).__name__ in WINDOW_OF and type(layer).__module__.startswith("transformers.models.")
 
 
 class Rotation:
-    """The rotary embedding's cosines and sines as all layers of one forward need them."""
+    """Cosines and sines of the rotary embedding, in the form that all layers of one forward need."""
 
     def __init__(self) -> None:
         self._sin: Tensor | None = None
         self._pair: tuple[Tensor, Tensor]
 
     def of(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """(R, N, 1, D) each; sines of the first half are negative, so that the halves of a head can just be swapped."""
+        """(R, N, 1, D) each; sines of the first half are negated, so that the halves of a head can be swapped."""
         if sin is not self._sin:
             half = sin.shape[-1] // 2
             signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
@@ -47,10 +47,10 @@ class Rotation:
 
 
 class DecodingLayer(nn.Module):
-    """x + attention(norm(x)), then x + down(act(gate(norm(x))) * up(norm(x))): the layer of Llama and its relatives.
+    """x + attention(norm(x)), then x + down(act(gate(norm(x))) * up(norm(x))): a layer of the Llama family.
 
     Args:
-        layer: what it stands for; norms, activation and sizes are read from it.
+        layer: the layer that is replaced; norms, activation and sizes are read from it.
         products: qkv (H to (h + 2k) D), output, gate_up (H to 2 I) and down.
         rotation: one for all layers of the model.
         plain_arithmetic: whether norms may use torch's own operator, whose rounding differs in half precision.
@@ -64,7 +64,7 @@ class DecodingLayer(nn.Module):
         plain_arithmetic: bool,
     ) -> None:
         super().__init__()
-        # What attention functions read sizes and settings of; no child, as it is a part of the training model.
+        # Attention functions read sizes and settings of it. Not a child module: it belongs to the training model.
         self._attended: Any
         self.__dict__["_attended"] = layer.self_attn
         self.qkv, self.output, self.gate_up, self.down = products

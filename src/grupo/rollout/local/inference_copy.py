@@ -1,9 +1,8 @@
-"""The policy in the form that decodes fastest: adapters folded in, layers in few operators, linear layers packed.
+"""The policy in the form that decodes fastest: adapters folded in, layers fused, linear layers packed.
 
-Decoding multiplies a handful of rows with every weight of the model. The copy that is made here shares modules' code
-and all other tensors with the training model, whose weights are never touched: there is nothing to unmerge and nothing
-to drift. Quantised weights are in it in the form that they are multiplied in. It is made anew for each rollout and
-freed after it.
+Decoding multiplies few rows with every weight of the model. The copy shares module code and all other tensors with the
+training model, whose weights are never touched: nothing has to be unmerged and nothing drifts. Quantised weights are
+dequantised in it. It is created for each rollout and freed afterwards.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from grupo.rollout.local.fused_layer import DecodingLayer, Rotation, is_fusible
 from grupo.utils.quantized_layers import is_4bit, is_8bit
 
 PACKED_TOLERANCE = 1e-5
-"""Relative to the largest magnitude: products may be summed up in another order, and no more."""
+"""Largest difference relative to the largest magnitude: only the order of summation may differ."""
 DENSE_ITEMSIZE = {"nf4": {"cpu": 4, "cuda": 2}, "int8": {"cpu": 4, "cuda": 0}}
 """Bytes of a quantised weight in the copy, by kind of device; 8-bit layers are not copied on CUDA."""
 FOLDED_INTO = (torch.float32, torch.float64)
 
 
 def make_inference_copy(model: Any) -> nn.Module | None:
-    """The base model as a structure of its own, in evaluation mode, with active adapters folded in.
+    """A copy of the base model in evaluation mode, with active adapters folded in.
 
-    None where such a copy could differ from the model: a module's forward was replaced, or an adapter is none of layers
-    alone (prompt tuning).
+    None where the copy could differ from the model: a module's forward was replaced, or an adapter is not confined to
+    layers (prompt tuning).
     """
     base = base_model(model)
     config = getattr(model, "active_peft_config", None)
@@ -80,14 +79,14 @@ def _new_bytes(group: Sequence[Any], *, packs: bool, autocast: bool) -> int:
 
 
 def unfolded_layers(model: Any) -> int:
-    """Layers whose adapters the copy computes as peft does, beside their weights: DoRA, biases, embeddings, others."""
+    """Number of layers whose adapters the copy cannot fold and computes as peft does: DoRA, biases, embeddings."""
     layers = [module for module in base_model(model).modules() if isinstance(module, BaseTunerLayer)]
     return sum(_layer_of(layer) is None for layer in layers)
 
 
 @torch.no_grad()
 def _replacement(module: Any, rotation: Rotation) -> nn.Module | None:
-    """What stands for a module in the copy; None: a copy of it."""
+    """The replacement of a module in the copy; None: a copy of it."""
     groups = _groups(module)
     if groups is not None:
         qkv, output, gate_up, down = map(_fuse_linears, groups)
@@ -100,7 +99,7 @@ def _replacement(module: Any, rotation: Rotation) -> nn.Module | None:
 
 
 def _groups(module: Any) -> tuple[tuple[nn.Module, ...], ...] | None:
-    """The linear layers of a decoder layer that become one module, those of the same input together; None: it stays."""
+    """Linear layers of a decoder layer that is fused, grouped by their input; None: it is not fused."""
     if not is_fusible(module) or any(map(has_hooks, _not_linear(module))):
         return None
     attention, mlp = module.self_attn, module.mlp
@@ -112,12 +111,12 @@ def _groups(module: Any) -> tuple[tuple[nn.Module, ...], ...] | None:
 
 
 def _keep_as_is(module: nn.Module) -> bool:
-    """As it reads the weights of its parts: DoRA, embeddings, layers that quantise their inputs."""
+    """Whether a module is used as it is: DoRA, embeddings, layers that quantise their inputs."""
     return isinstance(module, BaseTunerLayer) or is_4bit(module) or is_8bit(module)
 
 
 def _layer_of(module: Any) -> nn.Linear | None:
-    """The linear layer that a module computes, but for plain LoRA on it; None: it does something else."""
+    """The linear layer of a module, without plain LoRA on it; None: it is something else."""
     layer = module.get_base_layer() if is_plain_lora(module) else module
     if type(layer) is not nn.Linear and not ((is_4bit(layer) or is_8bit(layer)) and multiplies_dense_weight(layer)):
         return None
@@ -125,12 +124,12 @@ def _layer_of(module: Any) -> nn.Linear | None:
 
 
 def _fusable(layers: Sequence[nn.Linear | None]) -> bool:
-    """Whether all are layers that one can stand for."""
+    """Whether one layer can replace all of them."""
     return layers[0] is not None and len({(type(layer), layer and _dtype(layer)) for layer in layers}) == 1
 
 
 def _fuse_linears(modules: Sequence[nn.Module]) -> nn.Module:
-    """Linear layers of the same input as one, whose output is theirs one after the other, adapters included."""
+    """One layer for linear layers with the same input: its output is the concatenation of theirs, with adapters."""
     layers = [layer for layer in map(_layer_of, modules) if layer is not None]
     deltas = [_deltas(module) for module in modules]
     sizes = [layer.out_features for layer in layers]
@@ -161,13 +160,13 @@ def _weight(layer: nn.Linear) -> Tensor:
 
 
 def _can_fold_adapter(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether an adapter may be folded in. A weight in half precision would round most of its change away, and all of
-    it in the first steps: what is sampled from would be the base model."""
+    """Whether an adapter may be folded into a weight. In half precision, rounding would remove most of its change, and
+    all of it in the first steps: completions would come from the base model."""
     return dtype in FOLDED_INTO and not torch.is_autocast_enabled(weight.device.type)
 
 
 def _deltas(module: Any) -> list[tuple[Tensor, Tensor, float]]:
-    """B, A and scale of each adapter that acts."""
+    """B, A and scale of each active adapter."""
     if not isinstance(module, LoraLayer) or module.merged or module.disable_adapters:
         return []
     layer: Any = module
@@ -190,7 +189,7 @@ def _fold(weight: Tensor, deltas: Sequence[tuple[Tensor, Tensor, float]], out: T
 def _low_rank(
     deltas: Sequence[Sequence[tuple[Tensor, Tensor, float]]], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor] | None:
-    """A (R, in) and B (out, R) of all adapters of joint layers, each in the rows of its layer, scales in B."""
+    """A (R, in) and B (out, R) of all adapters of fused layers, each in the rows of its layer, scales in B."""
     flat = [(rows, *delta) for rows, part in enumerate(deltas) for delta in part]
     if not flat:
         return None
@@ -204,7 +203,7 @@ def _low_rank(
 
 
 def _not_linear(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and what is in it, without linear layers and their adapters."""
+    """A module and its descendants, without linear layers and their adapters."""
     yield module
     for child in module.children():
         if not isinstance(child, nn.Linear | BaseTunerLayer):
@@ -243,11 +242,11 @@ def _is_plain_float32(weight: Tensor) -> bool:
 
 
 class _Linear(nn.Module):
-    """hidden W^T + bias, and the adapters beside it where they could not be folded into W.
+    """hidden W^T + bias, plus the adapters that could not be folded into W.
 
     Args:
         low_rank: A (R, in) and B (out, R).
-        own_dtype: the layer computes in its own dtype whatever comes in, and returns what came in.
+        own_dtype: the layer computes in its own dtype, whatever the dtype of its input and output.
     """
 
     def __init__(
@@ -257,7 +256,7 @@ class _Linear(nn.Module):
         self.weight, self.bias = weight, bias
         self.low_rank = low_rank
         self.own_dtype = own_dtype
-        # Some models read these of their layers.
+        # Some models read these attributes of their layers.
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -273,7 +272,7 @@ class _Linear(nn.Module):
 
 
 class _PackedLinear(nn.Module):
-    """A linear layer in oneDNN's own order of weights, which multiplies few rows two to three times as fast."""
+    """A linear layer with weights in oneDNN's own layout, which is two to three times as fast for few rows."""
 
     ROWS_HINT = 16
 
@@ -281,7 +280,7 @@ class _PackedLinear(nn.Module):
         super().__init__()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.ROWS_HINT)
         self.bias = bias
-        # Some models read these of their layers.
+        # Some models read these attributes of their layers.
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -291,7 +290,7 @@ class _PackedLinear(nn.Module):
 
 @functools.cache
 def _packing_works() -> bool:
-    """Whether this build of torch has the operators, and they multiply; they are those of its compiler, not public."""
+    """Whether this build of torch has working packed operators; they belong to its compiler and are not public."""
     weight = torch.linspace(-1, 1, 24 * 40).reshape(24, 40)
     hidden, bias = torch.linspace(0, 1, 3 * 40).reshape(1, 3, 40).cos(), torch.linspace(0, 2, 24)
     expected = functional.linear(hidden, weight, bias)

@@ -1,7 +1,8 @@
-"""The key-value cache of a rollout: allocated ahead, one slot per row, all rows aligned at their newest token.
+"""The key-value cache of a rollout: preallocated, one slot per row, all rows aligned at their newest token.
 
 R slots, k key-value heads, D head size. The newest token of every row stands in the same column, so that a decode step
-writes one column and reads one block; a row that entered later starts further right, and its first columns are hidden.
+writes one column and reads one block; a row that was added later starts further right, and its first columns are
+masked.
 """
 
 from __future__ import annotations
@@ -41,74 +42,74 @@ def _grown(columns: int) -> int:
 
 
 class AlignedKVCache(Cache):
-    """The cache of the rows that are being decoded, of all layers.
+    """Keys and values of the rows that are being decoded, in all layers.
 
     Args:
-        prompt: keys and values of one layer after the other, (1, k, P, D) each: what the sizes are taken from.
-        slots: most rows at once.
+        prompt: keys and values of each layer, (1, k, P, D); they give the sizes.
+        slots: most rows at the same time.
     """
 
     def __init__(self, prompt: Sequence[tuple[Tensor, Tensor]], slots: int) -> None:
         self.rows: list[_AlignedLayer] = [_AlignedLayer(key, value, slots) for key, value in prompt]
         super().__init__(layers=list(self.rows))
         self.slots = slots
-        self.first: list[int] = []
-        """Of each row in use: the column of its first token."""
-        self.column = 0
-        """Columns written so far: the next token's column."""
+        self.row_start: list[int] = []
+        """First column of each active row."""
+        self.next_column = 0
+        """Column of the next token."""
 
     @property
-    def oldest(self) -> int:
-        """First column that any row uses."""
-        return min(self.first, default=self.column)
+    def min_start(self) -> int:
+        """First column that any active row uses."""
+        return min(self.row_start, default=self.next_column)
 
-    def enter(self, prompt: Sequence[tuple[Tensor, Tensor]], count: int) -> None:
-        """Appends `count` rows that all start with one prompt."""
+    def add_rows(self, prompt: Sequence[tuple[Tensor, Tensor]], count: int) -> None:
+        """Appends `count` rows that start with the same prompt."""
         length = prompt[0][0].shape[2]
-        if not self.first:
-            self.column = 0
-        if length > self.column:
-            self._shift(length - self.column)
-        start, stop = len(self.first), len(self.first) + count
-        first, oldest = self.column - length, self.oldest
+        if not self.row_start:
+            self.next_column = 0
+        if length > self.next_column:
+            self._shift(length - self.next_column)
+        start, stop = len(self.row_start), len(self.row_start) + count
+        first, oldest = self.next_column - length, self.min_start
         for layer, (key, value) in zip(self.rows, prompt, strict=True):
-            layer.reserve(self.column + 1, used=self.column, rows=start)
+            layer.reserve(self.next_column + 1, used=self.next_column, rows=start)
             for tensor, states in ((layer.keys, key), (layer.values, value)):
-                tensor[start:stop, :, first : self.column] = states
-                # Hidden columns are multiplied by a share of zero: they may hold anything but NaN and infinity.
+                tensor[start:stop, :, first : self.next_column] = states
+                # Masked columns get a probability of zero: they may hold anything but NaN and infinity.
                 tensor[start:stop, :, oldest:first] = 0
                 tensor[:start, :, first:oldest] = 0
-        self.first.extend([first] * count)
+        self.row_start.extend([first] * count)
 
-    def keep(self, order: Sequence[int]) -> None:
-        """Keeps the rows `order`, in this order; a row that stays where it is costs nothing."""
-        used = slice(self.oldest, self.column)
+    def reorder_rows(self, order: Sequence[int]) -> None:
+        """Keeps the rows `order`, in this order; a row that keeps its index costs nothing."""
+        used = slice(self.min_start, self.next_column)
         for place, row in enumerate(order):
             if place != row:
                 for layer in self.rows:
                     layer.keys[place, :, used] = layer.keys[row, :, used]
                     layer.values[place, :, used] = layer.values[row, :, used]
-        self.first = [self.first[row] for row in order]
+        self.row_start = [self.row_start[row] for row in order]
 
     def advance(self) -> None:
-        """Makes room for the next token of every row."""
-        if self.oldest >= SPARE_COLUMNS:
-            self._shift(-self.oldest)
-        oldest = self.oldest
+        """Makes room for the next token of each row."""
+        if self.min_start >= SPARE_COLUMNS:
+            self._shift(-self.min_start)
+        oldest = self.min_start
         for layer in self.rows:
-            layer.reserve(self.column + 1, used=self.column, rows=len(self.first))
-            layer.active, layer.oldest, layer.column = len(self.first), oldest, self.column
-        self.column += 1
+            layer.reserve(self.next_column + 1, used=self.next_column, rows=len(self.row_start))
+            layer.active, layer.min_start, layer.next_column = len(self.row_start), oldest, self.next_column
+        self.next_column += 1
 
     def _shift(self, columns: int) -> None:
-        """Moves all rows to the right, or to the left over columns that no row uses any more."""
-        rows, before, oldest = len(self.first), self.column, self.oldest
-        self.column += columns
+        """Shifts all rows to the right, or to the left over columns that no row uses any more."""
+        rows, before, oldest = len(self.row_start), self.next_column, self.min_start
+        self.next_column += columns
         for layer in self.rows:
-            layer.reserve(self.column + 1, used=before, rows=rows)
+            layer.reserve(self.next_column + 1, used=before, rows=rows)
             for tensor in (layer.keys, layer.values):
-                tensor[:rows, :, oldest + columns : self.column] = tensor[:rows, :, oldest:before].clone()
-        self.first = [first + columns for first in self.first]
+                tensor[:rows, :, oldest + columns : self.next_column] = tensor[:rows, :, oldest:before].clone()
+        self.row_start = [first + columns for first in self.row_start]
 
 
 class _AlignedLayer(CacheLayerMixin):
@@ -125,10 +126,10 @@ class _AlignedLayer(CacheLayerMixin):
         self.keys = key.new_empty(slots, key.shape[1], capacity, key.shape[3])
         self.values = value.new_empty(slots, value.shape[1], capacity, value.shape[3])
         self.is_initialized = True
-        self.active = self.oldest = self.column = 0
+        self.active = self.min_start = self.next_column = 0
 
     def reserve(self, columns: int, *, used: int, rows: int) -> None:
-        """Grows so far that `columns` fit; the first `used` of the first `rows` rows are kept."""
+        """Grows to at least `columns` columns; the first `used` columns of the first `rows` rows are kept."""
         if columns <= self.keys.shape[2]:
             return
         capacity = max(columns, _grown(self.keys.shape[2]))
@@ -139,22 +140,22 @@ class _AlignedLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise AssertionError("allocated from the start")
+        raise AssertionError("allocated by the constructor")
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **keywords: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes one token of every row; returns the columns in use."""
-        rows, oldest, column = self.active, self.oldest, self.column
+        """Writes one token of each row; returns the columns in use."""
+        rows, oldest, column = self.active, self.min_start, self.next_column
         self.keys[:rows, :, column] = key_states[:, :, 0]
         self.values[:rows, :, column] = value_states[:, :, 0]
         return self.keys[:rows, :, oldest : column + 1], self.values[:rows, :, oldest : column + 1]
 
     def get_seq_length(self) -> int:
-        return self.column
+        return self.next_column
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.column + query_length, 0
+        return self.next_column + query_length, 0
 
     def get_max_length(self) -> int:
         return -1

@@ -1,4 +1,4 @@
-"""Drawing one token per row from logits. R rows, V vocabulary."""
+"""Sampling one token per row from logits. R rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from grupo.sampling import SamplingSpec
 
 BLOCK = 128
-"""Tokens of the vocabulary; a divisor of most sizes."""
+"""Vocabulary tokens that are summed together; a divisor of most vocabulary sizes."""
 LOGIT_TENSORS = 5
 """Float32 tensors as large as the logits while tokens are sampled; twice as many with top-k, top-p or min-p."""
 
 
 class SampledTokens(NamedTuple):
-    """What one decode step yields, each (R,)."""
+    """Result of one decode step, each (R,)."""
 
     token_ids: Tensor
     behavior_logprobs: Tensor
     """Nats, under the tempered full softmax."""
     sampled_logprobs: Tensor
-    """Nats, under the distribution that was really drawn from."""
+    """Nats, under the distribution that was sampled from."""
     entropies: Tensor
     """Nats, of the tempered full softmax."""
 
 
 def sample_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tensor | None = None) -> SampledTokens:
-    """Draws by inverse CDF.
+    """Samples by inverse CDF.
 
     Args:
         logits: (R, V), any float dtype; computed in float32.
-        uniforms: (R,) float64 in [0, 1), one number per row; not read when greedy.
-        seen: (R, V) bool, tokens of prompt and completion so far; needed for a repetition penalty.
+        uniforms: (R,) float64 in [0, 1); not used in greedy decoding.
+        seen: (R, V) bool, tokens of the prompt and the completion so far; needed for a repetition penalty.
     """
     logits = logits.float()
     temperature = 1.0 if spec.is_greedy else spec.temperature
@@ -96,7 +96,7 @@ def truncated_log_probs(logits: Tensor, spec: SamplingSpec, seen: Tensor | None 
 def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """(R,) indices: the first whose cumulative probability exceeds the uniform number.
 
-    First the block of the vocabulary is found, then the token in it: sums of blocks are much cheaper than one
+    It finds the block of the vocabulary first, and then the token in it: sums of blocks are much cheaper than one
     cumulative sum over all tokens.
     """
     missing = -probs.shape[-1] % BLOCK
@@ -111,11 +111,11 @@ def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, 1) the first column above the threshold, which so is of positive probability, and the threshold less the
-    columns before it."""
-    # Rounding can put the threshold at the total, which no column exceeds.
+    """(R, 1) first column above the threshold, which therefore has positive probability, and the threshold minus the
+    sum of the columns before it."""
+    # Rounding can make the threshold equal to the total, which no column exceeds.
     threshold = torch.minimum(threshold, torch.nextafter(cumulative[:, -1:], torch.zeros_like(threshold)))
-    # NaN is above everything; who reads the draw's log-probs finds it.
+    # NaN compares as larger than all; the caller finds it in the log-probs.
     index = torch.searchsorted(cumulative, threshold, right=True).clamp_max(cumulative.shape[-1] - 1)
     before = functional.pad(cumulative, (1, 0)).gather(-1, index)
     return index, threshold - before
