@@ -514,13 +514,13 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("missing.jsonl", None, "is no file"),
+        ("missing.jsonl", None, "is not a file"),
         ("missing-folder", None, "cannot be read: Couldn't find any data file"),
         ("empty.jsonl", "", "cannot be read: it is empty"),
         ("broken.jsonl", '{"prompt": 1\n nope', "cannot be read: JSON parse error"),
         ("broken.csv", 'a,b\n1,2,3\n"', "cannot be read: Error tokenizing data"),
         ("broken.parquet", "no parquet", "cannot be read: Parquet magic bytes not found"),
-        ("other.jsonl", '{"question": "1 + 1?"}\n', "is no column"),
+        ("other.jsonl", '{"question": "1 + 1?"}\n', "is not a column"),
     ],
 )
 def test_data_that_cannot_be_used_ends_with_2(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grupo.data.decontamination import normalised, without_shared
+from grupo.data.decontamination import decontaminate, normalize_text
 from grupo.errors import DataError
 
 SAME = [
@@ -34,12 +34,12 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_texts_that_are_the_same(one: str, other: str) -> None:
-    assert normalised(one) == normalised(other)
+    assert normalize_text(one) == normalize_text(other)
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_texts_that_are_not(one: str, other: str) -> None:
-    assert normalised(one) != normalised(other)
+    assert normalize_text(one) != normalize_text(other)
 
 
 def test_a_planted_duplicate_is_reported_with_both_rows(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,11 +48,11 @@ def test_a_planted_duplicate_is_reported_with_both_rows(caplog: pytest.LogCaptur
         {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "name a colour"}]},
         {"prompt": "What is 1 - 1?"},
     ]
-    kept = without_shared(train, held_out)
-    assert list(kept) == held_out[1:] and kept.numbers == (1,)  # type: ignore[attr-defined]
+    kept = decontaminate(train, held_out)
+    assert list(kept) == held_out[1:] and kept.indices == (1,)  # type: ignore[attr-defined]
     (said,) = caplog.messages
-    assert said.startswith("1 of 2 held-out rows ask what a training row asks")
-    assert "(row 0 as row 1: 'name a colour')" in said and said.endswith("left out of the evaluation.")
-    with pytest.raises(DataError, match="Nothing is left to evaluate on"):
-        without_shared(train, held_out[:1])
-    assert without_shared(train, []) == []
+    assert said.startswith("1 of 2 held-out rows have the question of a training row")
+    assert "(row 0 is row 1: 'name a colour')" in said and said.endswith("left out of the evaluation.")
+    with pytest.raises(DataError, match="No row is left to evaluate on"):
+        decontaminate(train, held_out[:1])
+    assert decontaminate(train, []) == []

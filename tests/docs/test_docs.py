@@ -16,7 +16,7 @@ from grupo.config import GRPOConfig
 from grupo.errors import ExportError
 from grupo.models.peft_io import save_adapter
 from grupo.models.peft_setup import add_adapter
-from grupo.recipes.build import fresh_adapter
+from grupo.recipes.build import lora_config_of
 from grupo.recipes.data import recipe_rewards
 from grupo.recipes.schema import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec
 from grupo.recipes.yaml_io import load_recipe
@@ -211,7 +211,7 @@ def test_the_examples_about_adapters_run(tmp_path, monkeypatch):
     spec = Recipe.model_validate(yaml.safe_load(recipe))
     assert Recipe.model_validate(yaml.safe_load(with_tokens)).training["added_tokens"] == ["<plan>", "</plan>"]
     monkeypatch.chdir(tmp_path)
-    model = add_adapter(tiny_model(), fresh_adapter(spec))
+    model = add_adapter(tiny_model(), lora_config_of(spec))
     assert model.peft_config["default"].use_rslora
     model_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
     tiny_model().save_pretrained("model")

@@ -26,7 +26,7 @@ def test_sampled_logprobs_are_the_scored_ones_alone_and_beside_a_long_row():
     tokenizer = load_tokenizer(model)
     (row,) = tokenize_rows(make_task("times-tables").train[:1], PromptTokenizer(tokenizer))
     engine = LocalEngine(model, decode=tokenizer.decode, stop_token_ids=stop_token_ids(tokenizer, model))
-    ((completion,),) = engine.generate([GenerationRequest(row.draw(0), (1,))], SamplingSpec(max_new_tokens=12))
+    ((completion,),) = engine.generate([GenerationRequest(row.to_prompt(0), (1,))], SamplingSpec(max_new_tokens=12))
 
     short = TrainingSample(row.token_ids, completion.token_ids, 1.0, True, True, completion.behavior_logprobs)
     long = TrainingSample(tuple(range(100, 300)), tuple(range(300, 340)), 1.0, True, True, None)

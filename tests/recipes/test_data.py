@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from grupo.data.decontamination import normalised
+from grupo.data.decontamination import normalize_text
 from grupo.data.prompts import PromptTokenizer, tokenize_rows
 from grupo.errors import ConfigError, DataError
 from grupo.recipes.data import recipe_rewards, recipe_rows
@@ -105,10 +105,10 @@ def test_rows_keep_their_numbers_behind_the_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"prompt": "problem"}, "dataset.prompt='problem' is no column"),
+        ({"prompt": "problem"}, "dataset.prompt='problem' is not a column"),
         (
             {"rename": {"answer": "gold"}},
-            "dataset.rename names 'answer', which is no column beside the question; those are ",
+            "dataset.rename names 'answer', which is not a column besides the question; those are ",
         ),
         ({"rename": {"gold": "level"}}, "would be called 'level'"),
         ({"rename": {"gold": "prompt"}}, "would be called 'prompt'"),
@@ -147,7 +147,7 @@ def test_planted_duplicates_are_left_out_whichever_side_they_come_to(
         _, held_out = recipe_rows(dataset_recipe(clean, prompt="prompt", held_out=8), seed)
         assert len(held_out) == 8 and not caplog.messages
         train, held_out = recipe_rows(dataset_recipe(dirty, prompt="prompt", held_out=8), seed)
-        sides = [{normalised(row["prompt"][0]["content"]) for row in side} for side in (train, held_out)]
+        sides = [{normalize_text(row["prompt"][0]["content"]) for row in side} for side in (train, held_out)]
         assert not sides[0] & sides[1] and len(train) == 17
         found += 8 - len(held_out)
         assert bool(caplog.messages) is (len(held_out) < 8)
@@ -191,8 +191,8 @@ def test_numinamath_by_its_columns(suffix: str, tmp_path: Path) -> None:
 def test_gold_columns_that_do_not_fit_are_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"question": "a", "solution": "1", "answer": "x"}])
     for spec, said in (
-        ({"gold": "gold"}, "dataset.gold='gold' is no column"),
-        ({"gold": "question"}, "dataset.gold='question' is no column"),
+        ({"gold": "gold"}, "dataset.gold='gold' is not a column"),
+        ({"gold": "question"}, "dataset.gold='question' is not a column"),
         ({"gold": "solution"}, "would be called 'answer'"),
     ):
         with pytest.raises(DataError, match=said):

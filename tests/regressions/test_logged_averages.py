@@ -119,7 +119,7 @@ def computed_again(trainer, watch):
         rows = []
         for number in range(8):
             prompt = trainer.train_rows[2 * rollout + number // 4]
-            ids = script(prompt.draw(0), number % 4)
+            ids = script(prompt.to_prompt(0), number % 4)
             passes = [2 * rollout, 2 * rollout + 1]
             with torch.no_grad():
                 logprobs = {step: token_logprobs(models[step], prompt.token_ids, ids) for step in {0, *passes}}
@@ -268,7 +268,7 @@ def test_losses_counts_and_times(tmp_path):
     third, _ = run(tmp_path / "third", "dapo")
     single, grouped = logs_of(every), logs_of(third)
     per_prompt = [
-        sum(len(row.token_ids) + len(script(row.draw(0), place)) for place in range(4)) for row in third.train_rows
+        sum(len(row.token_ids) + len(script(row.to_prompt(0), place)) for place in range(4)) for row in third.train_rows
     ]
     per_rollout = [sum(per_prompt[first : first + 2]) for first in (0, 2, 4)]
     sampled = [sum(per_rollout[: 1 + step // 2]) for step in range(STEPS)]

@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from grupo.errors import GrupoError
-from grupo.evals.pass_rates import measured_pass_rates
+from grupo.evals.pass_rates import estimate_pass_rates
 from grupo.policy.logprob_model import LogprobModel
 from tiny import tiny_model
 from tiny_trainer import EOS, PROMPTS, Spy, gradients, make_trainer, reward, scripted_ids, weights
@@ -388,7 +388,7 @@ def all_signal_resumed(folder: Path) -> dict[str, Any]:
 
 def pass_rates(folder: Path) -> dict[str, Any]:
     trainer = make_trainer(folder, script=None, per_device_train_batch_size=16 // WORLD_SIZE, ddp_timeout=60)
-    return {"rates": measured_pass_rates(trainer, PROMPTS[:3], samples=3)}
+    return {"rates": estimate_pass_rates(trainer, PROMPTS[:3], samples=3)}
 
 
 Scenario = Callable[[Path], dict[str, Any]]

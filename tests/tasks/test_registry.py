@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grupo.data.decontamination import normalised, shared_items
+from grupo.data.decontamination import find_overlap, normalize_text
 from grupo.errors import ConfigError
 from grupo.rewards import make_reward
 from grupo.tasks.registry import TASKS, describe_tasks, make_task, task_rewards
@@ -19,8 +19,8 @@ def test_a_seed_is_a_task_without_an_item_on_both_sides(name: str) -> None:
     tasks = [make_task(name, seed) for seed in (3, 3, 4)]
     assert tasks[0] == tasks[1] and tasks[0].held_out != tasks[2].held_out
     for task in tasks[1:]:
-        assert not shared_items(task.train, task.held_out)
-        texts = [normalised(row["prompt"][0]["content"]) for row in task.train + task.held_out]
+        assert not find_overlap(task.train, task.held_out)
+        texts = [normalize_text(row["prompt"][0]["content"]) for row in task.train + task.held_out]
         assert len(set(texts)) == len(texts)
         assert all([message["role"] for message in row["prompt"]] == ["user"] for row in task.train)
     assert task_rewards(name) == tasks[0].rewards

@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 from grupo import GRPOConfig
 from grupo.algo.advantages import compute_advantages
 from grupo.algo.selection import max_variance_subset
-from grupo.data.curriculum import AdaptiveStream, Curriculum
-from grupo.data.prompts import NumberedRows, PromptStream, TokenizedRow
-from grupo.errors import ConfigError, DataError, RewardError
-from grupo.evals.pass_rates import measured_pass_rates
+from grupo.data.prompt_stream import PromptStream, StatefulPromptStream
+from grupo.data.prompts import IndexedRows
+from grupo.errors import ConfigError, RewardError
+from grupo.evals.pass_rates import estimate_pass_rates
 from grupo.policy.logprob_model import LogprobModel
 from tiny import tiny_model
 from tiny_trainer import EOS, TOKENIZER, Spy, distance, gradients, make_trainer, reward, weights
@@ -126,7 +126,7 @@ def test_without_dead_groups_nothing_changes(tmp_path: Path) -> None:
     }  # fmt: skip
     plain, _ = trained(tmp_path / "plain", **settings)
     dynamic, _ = trained(tmp_path / "dynamic", **settings, **DYNAMIC)
-    assert type(plain.window.stream) is PromptStream and type(dynamic.window.stream) is AdaptiveStream
+    assert type(plain.window.stream) is PromptStream and type(dynamic.window.stream) is StatefulPromptStream
     for name, tensor in weights(dynamic.model).items():
         assert torch.equal(tensor, weights(plain.model)[name])
     assert list(map(without_clock, training_logs(dynamic))) == list(map(without_clock, training_logs(plain)))
@@ -275,110 +275,6 @@ def test_unknown_and_masked_completions_are_never_chosen(tmp_path: Path) -> None
 # ---- curriculum ------------------------------------------------------------------------------------------------------
 
 
-def tokenized(*levels: Any) -> list[TokenizedRow]:
-    """Rows number 10, 11, 12 and so on."""
-    return [TokenizedRow(10 + i, (1,), "x", {"level": level}) for i, level in enumerate(levels)]
-
-
-def curriculum(*levels: Any, window: int = 2, threshold: float = 0.5, per_window: int = 1) -> Curriculum:
-    return Curriculum(
-        tokenized(*levels), column="level", threshold=threshold, window=window, success_reward=1.0,
-        prompts_per_window=per_window,
-    )  # fmt: skip
-
-
-def answered(level: float, *rewards: float | None) -> Any:
-    return tokenized(level)[0].draw(0), rewards
-
-
-def test_the_next_level_is_unlocked_by_the_newest_one() -> None:
-    course = curriculum(3, 1, 2, 1, 3, 2, 1)
-    assert course.drawn_from() == [1, 3, 6]
-    assert course.report([answered(1, 1.0, 0.0), answered(2, 1.0, 1.0), answered(3, 1.0, 1.0)]) == {
-        "curriculum/level": 1.0, "curriculum/success_rate": 0.5,
-    }  # fmt: skip
-    assert course.unlocked == 1, "half of two prompts is not measured yet, and other levels do not count"
-    assert course.report([answered(1, 0.0, 0.0)])["curriculum/success_rate"] == 0.25
-    assert course.report([answered(1, 1.0, 1.0)])["curriculum/success_rate"] == 0.5, "of the last two prompts"
-    assert course.unlocked == 2 and course.drawn_from() == [1, 2, 3, 5, 6]
-    assert course.report([]) == {"curriculum/level": 2.0}, "a new level has no success rate yet"
-    course.report([answered(2, 1.0), answered(2, 1.0)])
-    assert course.drawn_from() == list(range(7))
-    course.report([answered(3, 1.0), answered(3, 1.0)])
-    assert course.unlocked == 3, "there is no fourth"
-
-
-def test_what_counts_as_a_success() -> None:
-    course = curriculum(1, 1, 1, 2, window=3)
-    course.report([answered(1, 1.0 - 1e-9, 2.5, 0.99, None), answered(1, None, None)])
-    assert course.recent == [pytest.approx(2 / 3)], "unknown rewards are no failures, and unknown prompts no prompts"
-
-
-def test_a_level_smaller_than_the_window_is_measured_on_all_its_prompts() -> None:
-    course = curriculum(1, 2, 2, 2, 2, 2, window=4)
-    course.report([answered(1, 1.0)])
-    assert course.unlocked == 2
-    course.report([answered(2, 1.0)] * 3)
-    assert course.unlocked == 2
-
-
-@pytest.mark.parametrize("value", [None, "easy", float("nan"), float("inf"), [1]])
-def test_a_level_is_a_number(value: Any) -> None:
-    with pytest.raises(DataError, match=r"in row 11; a level must be a finite number"):
-        curriculum(1, value, 2)
-
-
-def test_levels_that_cannot_work() -> None:
-    with pytest.raises(
-        DataError, match=r"level=1\) has 2 prompts, .* needs 4\. The levels up to level=3 have 5 together"
-    ):
-        curriculum(1, 1, 2, 3, 3, 4, per_window=4)
-    with pytest.raises(DataError, match="is 1 in all 3 training prompts"):
-        curriculum(1, 1.0, True)
-
-
-def test_the_stream_draws_unlocked_prompts_and_never_repeats_an_id() -> None:
-    levels = [1, 2, 1, 2, 1, 1]
-    stream = AdaptiveStream(
-        tokenized(*levels), prompts_per_window=2, seed=0, curriculum=curriculum(*levels, per_window=2)
-    )
-    drawn = [*stream.window(0), *stream.window(1)]
-    assert sorted(prompt.row for prompt in drawn) == [10, 12, 14, 15]
-    refilled = stream.draw(3)
-    assert {prompt.row for prompt in refilled} < {10, 12, 14, 15}
-    stream.report([(prompt, (1.0,)) for prompt in drawn])
-    everything = [prompt for index in range(3) for prompt in stream.window(index)]
-    assert sorted(prompt.row for prompt in everything) == [10, 11, 12, 13, 14, 15], "an epoch over both levels"
-    assert [prompt.id for prompt in (*drawn, *refilled, *everything)] == list(range(13))
-
-
-def test_a_saved_stream_goes_on_where_it_was() -> None:
-    def stream() -> AdaptiveStream:
-        levels = [1, 2, 1, 2, 1, 1, 3]
-        return AdaptiveStream(
-            tokenized(*levels), prompts_per_window=2, seed=0, curriculum=curriculum(*levels, per_window=2)
-        )
-
-    def use(one: AdaptiveStream, windows: range, passes: bool = True) -> list[Any]:
-        drawn: list[Any] = []
-        for index in windows:
-            prompts = [*one.window(index), *one.draw(index % 2)]
-            outcomes = [(prompt, (float(passes and prompt.id % 3 > 0),)) for prompt in prompts]
-            drawn += [*prompts, one.report(outcomes)]
-        return drawn
-
-    whole = use(stream(), range(12))
-    assert whole[-1]["curriculum/level"] == 3
-    for saved_at in range(1, 12):
-        first, second = stream(), stream()
-        part = use(first, range(saved_at))
-        # The second one has been elsewhere: as many windows, but no success.
-        use(second, range(saved_at), passes=False)
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert second.state_dict() == first.state_dict()
-        assert part + use(second, range(saved_at, 12)) == whole
-
-
 LEVELS = [1] * 4 + [2] * 4
 
 
@@ -497,7 +393,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"num_generations_trained": 8}, ("num_generations=8", "below 8")),
         (
             {"num_generations_trained": 4, "steps_per_generation": 4, "per_device_train_batch_size": 2},
-            ("step of 2 completions takes a part of a group", "multiple of 8"),
+            ("step of 2 completions contains a partial group", "multiple of 8"),
         ),
         ({"curriculum_column": "x", "shuffle_dataset": False}, ("no effect", "random order")),
     ],
@@ -532,11 +428,11 @@ def test_pass_rates_are_the_shares_of_successes(tmp_path: Path) -> None:
     ]
     trainer = make_trainer(tmp_path, dataset=data[:1] * 4, reward_funcs=solved, script=by_place, max_prompt_length=4)
     before = weights(trainer.model)
-    assert measured_pass_rates(trainer, data) == [1.0, 0.75, None, 0.0, None]
-    assert measured_pass_rates(trainer, data, samples=2) == [1.0, 0.5, None, 0.0, None]
-    assert measured_pass_rates(trainer, data, success_reward=0.0)[3] == 1.0
-    assert measured_pass_rates(trainer, pd.DataFrame(data)) == [1.0, 0.75, None, 0.0, None]
-    assert measured_pass_rates(trainer, NumberedRows([data[3], data[0]], [7, 2])) == [0.0, 1.0]
+    assert estimate_pass_rates(trainer, data) == [1.0, 0.75, None, 0.0, None]
+    assert estimate_pass_rates(trainer, data, samples=2) == [1.0, 0.5, None, 0.0, None]
+    assert estimate_pass_rates(trainer, data, success_reward=0.0)[3] == 1.0
+    assert estimate_pass_rates(trainer, pd.DataFrame(data)) == [1.0, 0.75, None, 0.0, None]
+    assert estimate_pass_rates(trainer, IndexedRows([data[3], data[0]], [7, 2])) == [0.0, 1.0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer.model).items())
     assert not (tmp_path / "completions.jsonl").exists()
 
@@ -544,5 +440,5 @@ def test_pass_rates_are_the_shares_of_successes(tmp_path: Path) -> None:
 def test_pass_rates_of_a_real_model_repeat(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model=tiny_model(), script=None)
     data = rows("abcdef")
-    rates = measured_pass_rates(trainer, data)
-    assert rates == measured_pass_rates(trainer, data) and len(set(rates)) > 1
+    rates = estimate_pass_rates(trainer, data)
+    assert rates == estimate_pass_rates(trainer, data) and len(set(rates)) > 1

@@ -14,14 +14,14 @@ from grupo.config import GRPOConfig
 from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError
 from grupo.recipes.build import (
-    as_one_run,
-    fresh_adapter,
     has_adapter,
+    lora_config_of,
+    model_path,
     quantization,
-    start_model,
+    resolve_model,
+    silence_other_ranks,
     training_fields,
     with_run_folder,
-    with_start,
 )
 from grupo.recipes.data import dataset_rows, recipe_rows
 from grupo.recipes.schema import Recipe
@@ -47,16 +47,16 @@ def sft(recipe: Recipe, console: Console, *, dry_run: bool = False) -> int:
             "The recipe has no `sft`, which defines the demonstrations. For example --set "
             "sft.answer='<think>{question}</think><answer>{answer}</answer>'."
         )
-    recipe = with_start(with_run_folder(recipe, "-sft"))
+    recipe = resolve_model(with_run_folder(recipe, "-sft"))
     config = GRPOConfig(**training_fields(recipe))
-    recipe, console = as_one_run(recipe, config, console)
+    recipe, console = silence_other_ranks(recipe, config, console)
     folder = Path(recipe.training["output_dir"])
     check_writable(folder)
     phase = sft_phase(recipe, config, recipe_rows(recipe, config.seed)[0])
     print_line(console, f"[bold]sft[/]      {phase.describe()}")
     set_seed(config.seed)
     model, tokenizer = load_policy_and_tokenizer(
-        start_model(recipe), config, quantization_config=quantization(recipe), peft_config=fresh_adapter(recipe)
+        model_path(recipe), config, quantization_config=quantization(recipe), peft_config=lora_config_of(recipe)
     )
     shown = phase.demonstrations(PromptTokenizer(tokenizer, as_mapping(config.chat_template_kwargs)))
     if not dry_run:

@@ -32,16 +32,16 @@ from grupo.config import GRPOConfig
 from grupo.data.prompts import Rows
 from grupo.errors import ConfigError, GrupoError
 from grupo.recipes.build import (
-    as_one_run,
-    fresh_adapter,
+    lora_config_of,
+    model_path,
     quantization,
-    start_model,
+    resolve_model,
+    silence_other_ranks,
     training_fields,
     with_run_folder,
-    with_start,
 )
 from grupo.recipes.data import recipe_rewards, recipe_rows
-from grupo.recipes.reference_answers import usable_rows
+from grupo.recipes.reference_answers import drop_unreadable_answers
 from grupo.recipes.schema import Recipe
 from grupo.recipes.yaml_io import to_yaml
 from grupo.runs.checkpoint import UNFINISHED
@@ -73,11 +73,11 @@ def train(
     """
     timer = PhaseTimer()
     _check_resumption(recipe, resume=resume)
-    recipe = with_start(with_run_folder(recipe))
+    recipe = resolve_model(with_run_folder(recipe))
     rewards, weights = recipe_rewards(recipe)
     config = GRPOConfig(**_with_weights(training_fields(recipe), weights))
-    recipe, console = as_one_run(recipe, config, console)
-    rows, held_out_rows = usable_rows(*recipe_rows(recipe, config.seed), rewards)
+    recipe, console = silence_other_ranks(recipe, config, console)
+    rows, held_out_rows = drop_unreadable_answers(*recipe_rows(recipe, config.seed), rewards)
     phase = None if recipe.sft is None else sft_phase(recipe, config, rows)
     finished_phase = sft_folder(phase) if phase is not None and resume else None
     with timer.measure("loading"):
@@ -276,12 +276,12 @@ def _make_trainer(
 ) -> GRPOTrainer:
     """Starts from the model and adapter that a finished supervised phase left, if there was one."""
     trainer = GRPOTrainer(
-        model=finished_phase or start_model(recipe),
+        model=finished_phase or model_path(recipe),
         reward_funcs=list(rewards),
         args=config,
         train_dataset=rows,
         quantization_config=quantization(recipe),
-        peft_config=None if finished_phase else fresh_adapter(recipe),
+        peft_config=None if finished_phase else lora_config_of(recipe),
     )
     # Our progress lines show the important metrics; all of them are in metrics.jsonl.
     trainer.remove_callback(PrinterCallback)

@@ -51,7 +51,7 @@ class DatasetSpec(_Part):
     rename: dict[str, str] = Field(default_factory=dict)
     """Old column name -> new one, for the columns that rewards expect."""
     gold: str | None = None
-    """Column with reference answers or whole solutions; the text after `####`, or the last box, becomes `answer`."""
+    """Column with gold answers or whole solutions; the text after `####`, or the last box, becomes `answer`."""
     held_out: int = Field(default=0, ge=0)
     """Rows kept for evaluation, chosen by the seed."""
 

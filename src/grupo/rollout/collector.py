@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grupo.algo.advantages import AdvantageSettings
-from grupo.data.prompts import Outcome, reward_columns
+from grupo.data.prompts import PromptOutcome, reward_columns
 from grupo.errors import RewardError, TrainingError
 from grupo.metrics import AllGather, MetricAccumulator, merge_metrics
 from grupo.rewards.execution.results import RewardFailure, RewardTable
@@ -50,7 +50,7 @@ class RolloutResult:
     """This rank's completions of groups that dynamic sampling replaced."""
     extras: dict[str, list[Any]]
     """Columns from the reward functions' `log_extra`, one value per completion of `groups`."""
-    outcomes: list[Outcome]
+    outcomes: list[PromptOutcome]
     """Every sampled prompt of all ranks, replaced ones included, with its rewards; the same on each rank."""
     metrics: MetricAccumulator
     """Metrics of all ranks, the same on each; they cover all sampled completions, replaced ones included."""
@@ -153,7 +153,7 @@ class RolloutCollector:
             groups=groups.groups(),
             replaced=tuple(groups.replaced),
             extras=groups.extras(),
-            outcomes=[(prompt, tuple(rewards[prompt.id])) for prompt in groups.sampled_prompts],
+            outcomes=[PromptOutcome(prompt, tuple(rewards[prompt.id])) for prompt in groups.sampled_prompts],
             metrics=metrics,
             tokens=sum(one.prompt_tokens + one.completion_tokens for one in stats),
             seconds_generating=sum(one.seconds_generating for one in groups.rounds),

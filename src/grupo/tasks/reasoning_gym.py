@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from grupo.data.decontamination import normalised
+from grupo.data.decontamination import normalize_text
 from grupo.errors import ConfigError
 from grupo.rewards.verifiers.puzzles import countdown_fault, import_reasoning_gym
 from grupo.tasks import Row, Task, check_levels, user_prompt
@@ -171,7 +171,7 @@ def _take(name: str, items: Iterator[Item], count: int, level: int | None, taken
                 f"{len(rows)} more were found where {count} are needed. Lower train and held_out of task_arguments, or "
                 "choose other levels or settings."
             )
-        keys = {item.key, normalised(item.question)}
+        keys = {item.key, normalize_text(item.question)}
         if not keys & taken:
             taken |= keys
             row = {"prompt": user_prompt(item.question), "answer": item.answer, **item.columns}
@@ -184,7 +184,7 @@ def _take(name: str, items: Iterator[Item], count: int, level: int | None, taken
 
 def _whole_entry(name: str, entry: Entry, level: int | None) -> Item:
     entry["metadata"].setdefault("source_dataset", name)
-    return Item(entry["question"], entry["answer"], normalised(entry["question"]), {"entry": entry})
+    return Item(entry["question"], entry["answer"], normalize_text(entry["question"]), {"entry": entry})
 
 
 def _arithmetic(entry: Entry, level: int) -> Item | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from grupo.data.decontamination import shared_items
+from grupo.data.decontamination import find_overlap
 from grupo.errors import ConfigError
 from grupo.tasks import Task
 from grupo.tasks.reasoning_gym import BUILT_IN, PREFIX, built_in_task, gym_task
@@ -53,7 +53,7 @@ def make_task(name: str, seed: int = 0, **arguments: Any) -> Task:
         known = [one for one in inspect.signature(factory).parameters if one != "seed"]
         raise ConfigError(f"Task {name!r}: {error}. It takes ({', '.join(known)}).") from None
     task = factory(seed, **arguments)
-    assert not shared_items(task.train, task.held_out), f"{name} trains on held-out prompts"
+    assert not find_overlap(task.train, task.held_out), f"{name} trains on held-out prompts"
     return task
 
 

@@ -12,9 +12,9 @@ from grupo.algo.entropy import EntropyController
 from grupo.algo.losses import GRPOLoss
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
-from grupo.data.curriculum import AdaptiveStream, Curriculum
+from grupo.data.curriculum import Curriculum
+from grupo.data.prompt_stream import PromptStream, StatefulPromptStream
 from grupo.data.prompts import (
-    PromptStream,
     TokenizedRow,
 )
 from grupo.metrics import AllGather
@@ -187,14 +187,14 @@ def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPl
             success_reward=config.curriculum_success_reward,
             prompts_per_window=per_window,
         )
-    return AdaptiveStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
+    return StatefulPromptStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
 
 
 def make_dynamic_sampling(config: GRPOConfig, stream: PromptStream) -> DynamicSampling | None:
     """Where groups without a signal are replaced from; None: they are not."""
     if not config.dynamic_sampling:
         return None
-    assert isinstance(stream, AdaptiveStream)
+    assert isinstance(stream, StatefulPromptStream)
     return DynamicSampling(stream.draw, config.dynamic_sampling_max_rounds)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, set_seed
 
 from grupo.config import GRPOConfig
-from grupo.data.prompts import TokenizedRow, plain_rows, rows_hash
+from grupo.data.prompts import TokenizedRow, as_row_dataset, rows_hash
 from grupo.errors import ConfigError
 from grupo.metrics import merge_metrics
 from grupo.models.inspect import describe_adapter, model_name_or_path, quantization
@@ -120,7 +120,7 @@ class GRPOTrainer(HFTrainer):
         self.plan, self.train_rows, self.rewards = self.data.plan, self.data.train_rows, inputs.rewards
         super().__init__(
             config=config,
-            args=step_arguments(config, self.policy.load_options),
+            args=step_arguments(config, self.policy.load_options, self.plan.completions_per_step),
             model=self.policy.model,
             train_dataset=inputs.train_dataset,
             eval_dataset=inputs.eval_dataset,
@@ -218,7 +218,7 @@ class GRPOTrainer(HFTrainer):
         if dataset is None:
             raise ConfigError("Evaluation needs an eval_dataset: pass it to GRPOTrainer or to evaluate().")
         started = time.perf_counter()
-        prompts = [row.draw(row.row) for row in self._rows_to_evaluate(dataset)]
+        prompts = [row.to_prompt(row.row) for row in self._rows_to_evaluate(dataset)]
         group_size = self.config.resolved_num_generations_eval
         result = self.collector.collect(
             prompts,
@@ -252,7 +252,7 @@ class GRPOTrainer(HFTrainer):
         for known, rows in self.data.eval_rows:
             if known is dataset:
                 return rows
-        dataset = plain_rows(dataset)
+        dataset = as_row_dataset(dataset)
         check_columns(self.rewards, dataset)
         return self.tokenized_rows(dataset, "evaluation")
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from grupo.algo.advantages import AdvantageSettings
 from grupo.config.batch_plan import StepPlan
-from grupo.data.prompts import PromptStream
+from grupo.data.prompt_stream import PromptStream
 from grupo.policy.forward_backward import ForwardBackward
 from grupo.policy.reference import Reference
 from grupo.rollout.collector import RolloutCollector, RolloutResult
@@ -146,7 +146,7 @@ class RolloutWindow:
 
     def _record(self, result: RolloutResult) -> None:
         self.log.metrics.merge(result.metrics)
-        for name, value in self.stream.report(result.outcomes).items():
+        for name, value in self.stream.update(result.outcomes).items():
             self.log.metrics.add(name, value)
         self.log.add_time("generating", result.seconds_generating)
         self.log.add_time("rewarding", result.seconds_rewarding)

@@ -23,10 +23,10 @@ from grupo.data.prompts import (
     PromptTokenizer,
     TokenizedRow,
     apply_length_policy,
+    as_row_dataset,
     check_for_images,
     check_token_ids,
     column_names,
-    plain_rows,
     tokenize_rows,
 )
 from grupo.errors import ConfigError, DataError, UnsupportedError
@@ -101,7 +101,7 @@ def check_without_model(
     """
     check_writable(Path(str(config.output_dir)))
     rewards = reward_runner(reward_funcs, config, reward_processing_classes)
-    train_dataset, eval_dataset = plain_rows(train_dataset), plain_datasets(eval_dataset)
+    train_dataset, eval_dataset = as_row_dataset(train_dataset), as_row_datasets(eval_dataset)
     StepPlan.from_config(config, num_prompts=None if train_dataset is None else dataset_length(train_dataset))
     for dataset in [train_dataset, *named_datasets(eval_dataset).values()]:
         check_columns(rewards, dataset)
@@ -144,11 +144,11 @@ def named_datasets(dataset: Any) -> Mapping[str, Any]:
     return dataset if isinstance(dataset, Mapping) else {"": dataset}
 
 
-def plain_datasets(dataset: Any) -> Any:
+def as_row_datasets(dataset: Any) -> Any:
     """One dataset or several by name, pandas tables as rows."""
     if isinstance(dataset, Mapping):
-        return {name: plain_rows(part) for name, part in dataset.items()}
-    return plain_rows(dataset)
+        return {name: as_row_dataset(part) for name, part in dataset.items()}
+    return as_row_dataset(dataset)
 
 
 def dataset_length(dataset: Any) -> int:

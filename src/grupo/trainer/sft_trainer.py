@@ -16,8 +16,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from transformers.trainer_utils import SaveStrategy
 
 from grupo.config import GRPOConfig
-from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues, that_fit
-from grupo.data.prompts import NumberedRows, PromptTokenizer, row_numbers
+from grupo.data.demonstrations import Demonstration, demonstrations, dialogues, drop_too_long, sample_rows
+from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, TrainingError
 from grupo.models.inspect import check_trainable, context_length, vocabulary_size
 from grupo.models.load import enable_input_grads
@@ -75,9 +75,7 @@ class SftPhase:
         settings: str,
     ) -> None:
         self.config, self.settings = config, settings
-        numbers, places = row_numbers(rows), chosen_rows(rows, num_rows, config.seed)
-        chosen = NumberedRows([rows[place] for place in places], [numbers[place] for place in places])
-        self.dialogues = dialogues(chosen, answer)
+        self.dialogues = dialogues(sample_rows(rows, num_rows, config.seed), answer)
         self.args = self._arguments(training, ADAPTER_LEARNING_RATE if trains_adapter else MODEL_LEARNING_RATE)
 
     def describe(self) -> str:
@@ -210,7 +208,7 @@ def sft_trainer(
         DataError: no demonstration fits into the model's context.
     """
     check_trainable(model)
-    shown = that_fit(shown, context_length=context_length(model), vocabulary_size=vocabulary_size(model))
+    shown = drop_too_long(shown, context_length=context_length(model), vocabulary_size=vocabulary_size(model))
     if args.gradient_checkpointing:
         enable_input_grads(model)
     return AdapterTrainer(
