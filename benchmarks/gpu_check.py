@@ -24,11 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 
 # Largest relative error of gradients, and mean gap of engine and scored log-probs in nats.
 TOLERANCES = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (5e-2, 5e-2)}
@@ -74,10 +74,10 @@ def check_engine(model: LlamaForCausalLM, tokens: int) -> float:
     engine = LocalEngine(model, decode=lambda ids: "", stop_token_ids=[1])
     seeds = tuple(completion_seed(0, "check", 0, place) for place in range(8))
     (group,) = engine.generate([GenerationRequest(prompt, seeds)], SamplingSpec(max_new_tokens=tokens))
-    samples = [Sample(prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs) for c in group]
+    samples = [TrainingSample(prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs) for c in group]
     batch = collate(samples, pad_token_id=2, device=next(model.parameters()).device)
     with torch.no_grad():
-        scored = Scorer(model).score(model, batch).logprobs
+        scored = LogprobModel(model).logprobs(model, batch).logprobs
     assert batch.behavior_logprobs is not None
     return float((scored - batch.behavior_logprobs).abs()[batch.completion_mask].mean())
 
@@ -85,16 +85,16 @@ def check_engine(model: LlamaForCausalLM, tokens: int) -> float:
 def check_sharing(model: LlamaForCausalLM) -> float:
     """Largest relative error of the gradient of packed rows against padded ones, over uneven completions."""
     prompt = tuple(range(10, 74))
-    samples = [Sample(prompt, tuple(range(100, 120 + 9 * place)), 1.0, True, True, None) for place in range(4)]
-    scorer, device = Scorer(model), next(model.parameters()).device
-    scorer.prepare(model, device)
-    assert scorer.shares_prompts, "packed rows are not used with this model"
+    samples = [TrainingSample(prompt, tuple(range(100, 120 + 9 * place)), 1.0, True, True, None) for place in range(4)]
+    logprob_model, device = LogprobModel(model), next(model.parameters()).device
+    logprob_model.prepare(model, device)
+    assert logprob_model.use_prompt_sharing, "packed rows are not used with this model"
     gradients = []
     for packed in (True, False):
         model.zero_grad(set_to_none=True)
-        with scorer.attention() if packed else contextlib.nullcontext():
+        with logprob_model.attention() if packed else contextlib.nullcontext():
             batch = collate(samples, pad_token_id=2, device=device, packed=packed)
-            scorer.score(model, batch).logprobs.mean().backward()
+            logprob_model.logprobs(model, batch).logprobs.mean().backward()
         gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
     model.zero_grad(set_to_none=True)
     return float((gradients[0] - gradients[1]).norm() / gradients[1].norm())

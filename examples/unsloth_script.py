@@ -1,6 +1,8 @@
 """A published script for Unsloth and TRL, with its import lines, its model and the source of its data changed.
 
-    python examples/unsloth_script.py [MODEL]     250 steps in 4 bits on invented word problems, into outputs/
+    python examples/unsloth_script.py [MODEL]     250 steps in 4 bits, into outputs/
+
+Its word problems need reasoning-gym (pip install reasoning-gym).
 
 By default MODEL is SmolLM2-135M as it is, which never writes the tags that are rewarded; `reasoning_format.yaml` makes
 one that sometimes does. Each changed line has the original above it. Everything else is as it was published: what becomes of each argument

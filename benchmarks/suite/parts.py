@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local import engine as local
 from grupo.rollout.local.engine import LocalEngine
-from grupo.rollout.local.inference_copy import decoding_copy
+from grupo.rollout.local.inference_copy import make_inference_copy
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 from suite import floors
 from suite.measure import MIB, MemoryAbove, interleaved, medians
 from suite.models import load, lora
@@ -86,15 +86,15 @@ def ending_at(lengths: Sequence[int], seeds: Sequence[int], cap: int, stop_id: i
         uniforms = torch.rand(cap, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         if length < cap:
             last.add(uniforms[length - 1].item())
-    draw_tokens = local.draw_tokens
+    sample_tokens = local.sample_tokens
 
     def forced(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, *args: Any) -> Any:
-        draw = draw_tokens(logits, spec, uniforms, *args)
+        draw = sample_tokens(logits, spec, uniforms, *args)
         ends = torch.tensor([value in last for value in uniforms.tolist()])
         going = draw.token_ids.where(draw.token_ids != stop_id, stop_id + 1)
         return draw._replace(token_ids=going.where(~ends, stop_id))
 
-    with mock.patch.object(local, "draw_tokens", forced):
+    with mock.patch.object(local, "sample_tokens", forced):
         yield
 
 
@@ -159,7 +159,7 @@ def measure_generation(*, folder: str, lengths: str, tokens: int, repeats: int, 
     if equal:
         # Bare products for every decode step; the prefill is left out, which makes our fraction smaller.
         works["floor"] = floors.decode_steps(merged, rows=count, steps=tokens - 1)
-        works["packed_floor"] = floors.decode_steps(decoding_copy(model), rows=count, steps=tokens - 1)
+        works["packed_floor"] = floors.decode_steps(make_inference_copy(model), rows=count, steps=tokens - 1)
     with ending_at(wanted, seeds, tokens, stop_id):
         seconds = interleaved(works, repeats, warm_up)
     return {
@@ -174,7 +174,7 @@ def measure_generation(*, folder: str, lengths: str, tokens: int, repeats: int, 
 # ---- scoring ---------------------------------------------------------------------------------------------------------
 
 
-def group_of(prompt_tokens: int, completion_tokens: int, group_size: int, vocabulary_size: int) -> list[Sample]:
+def group_of(prompt_tokens: int, completion_tokens: int, group_size: int, vocabulary_size: int) -> list[TrainingSample]:
     """One group of random tokens with advantages that sum to zero."""
     chance = random.Random(0)
 
@@ -183,45 +183,45 @@ def group_of(prompt_tokens: int, completion_tokens: int, group_size: int, vocabu
 
     prompt = ids(prompt_tokens)
     return [
-        Sample(prompt, ids(completion_tokens), 1.0 if place % 2 else -1.0, True, True, None)
+        TrainingSample(prompt, ids(completion_tokens), 1.0 if place % 2 else -1.0, True, True, None)
         for place in range(group_size)
     ]
 
 
-def _backward(logprobs: Tensor, samples: Sequence[Sample]) -> None:
+def _backward(logprobs: Tensor, samples: Sequence[TrainingSample]) -> None:
     advantages = torch.tensor([sample.advantage for sample in samples])
     (-(logprobs * advantages[:, None]).sum() / logprobs.numel()).backward()
 
 
-def score_plain(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
+def score_plain(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """Our own plain path: every row with its own copy of the prompt, log-probs from hidden states in chunks."""
-    scorer = Scorer(model, share_prompts=False)
+    logprob_model = LogprobModel(model, use_prompt_sharing=False)
     batch = collate(samples, pad_token_id=0, device=CPU)
 
     def run() -> None:
         model.zero_grad()
-        _backward(scorer.score(model, batch, with_entropy=True).logprobs, samples)
+        _backward(logprob_model.logprobs(model, batch, with_entropy=True).logprobs, samples)
 
     return run
 
 
-def score_shared(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
+def score_shared(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """Our path with the prompt computed once."""
-    scorer = Scorer(model)
-    scorer.prepare(model, CPU)
-    if not scorer.shares_prompts:
+    logprob_model = LogprobModel(model)
+    logprob_model.prepare(model, CPU)
+    if not logprob_model.use_prompt_sharing:
         raise AssertionError("this model is scored with a copy of the prompt in every row: there is nothing to compare")
     batch = collate(samples, pad_token_id=0, device=CPU, packed=True)
 
     def run() -> None:
         model.zero_grad()
-        with scorer.attention():
-            _backward(scorer.score(model, batch, with_entropy=True).logprobs, samples)
+        with logprob_model.attention():
+            _backward(logprob_model.logprobs(model, batch, with_entropy=True).logprobs, samples)
 
     return run
 
 
-def score_full_logits(model: nn.Module, samples: Sequence[Sample]) -> Callable[[], None]:
+def score_full_logits(model: nn.Module, samples: Sequence[TrainingSample]) -> Callable[[], None]:
     """The textbook way: logits of all completion positions at once."""
     batch = collate(samples, pad_token_id=0, device=CPU)
     keep = batch.completion_ids.shape[1] + 1

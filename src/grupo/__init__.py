@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from grupo.rollout.engine import Engine as Engine
     from grupo.rollout.engine import GenerationRequest as GenerationRequest
     from grupo.rollout.scripted import ScriptedEngine as ScriptedEngine
+    from grupo.sampling import SamplingParams as SamplingParams
     from grupo.sampling import SamplingSpec as SamplingSpec
-    from grupo.sampling_params import SamplingParams as SamplingParams
-    from grupo.sampling_params import vLLMSamplingParams as vLLMSamplingParams
+    from grupo.sampling import vLLMSamplingParams as vLLMSamplingParams
     from grupo.tasks.registry import make_task as make_task
     from grupo.trainer import GRPOTrainer as GRPOTrainer
     from grupo.trainer.memory_estimate import memory_estimate as memory_estimate
@@ -38,7 +38,7 @@ _HOMES = {
     "GRPOTrainer": "grupo.trainer",
     "GenerationRequest": "grupo.rollout.engine",
     "PatchFastRL": "grupo.unsloth",
-    "SamplingParams": "grupo.sampling_params",
+    "SamplingParams": "grupo.sampling",
     "SamplingSpec": "grupo.sampling",
     "ScriptedEngine": "grupo.rollout.scripted",
     "StepPlan": "grupo.config.batch_plan",
@@ -48,7 +48,7 @@ _HOMES = {
     "memory_estimate": "grupo.trainer.memory_estimate",
     "set_chat_template": "grupo.chat_templates",
     "sft_trainer": "grupo.trainer.sft_trainer",
-    "vLLMSamplingParams": "grupo.sampling_params",
+    "vLLMSamplingParams": "grupo.sampling",
 }
 
 __all__ = [

@@ -1,19 +1,19 @@
-"""Errors that grupo raises for its users.
+"""Exceptions that grupo raises on purpose.
 
     GrupoError
-    ├── ConfigError (ValueError)      a setting cannot work; the message says what to set instead
-    │   └── UnsupportedError          a setting whose engine is not part of this version
+    ├── ConfigError (ValueError)      a setting cannot work; the message suggests one that does
+    │   └── UnsupportedError          the setting is known, but this version has no implementation of it
     ├── DataError (ValueError)        a dataset row, prompt or tokenizer cannot be used
-    ├── RewardError (ValueError)      a reward function returned or did something unusable
-    ├── TrainingError (RuntimeError)  the run had to stop; weights are as they were after the last good step
-    └── ExportError (RuntimeError)    an exported model is not the trained one, or could not be sent; nothing is lost
+    ├── RewardError (ValueError)      a reward function raised, or returned something unusable
+    ├── TrainingError (RuntimeError)  the run had to stop; the weights are those of the last good step
+    └── ExportError (RuntimeError)    an export differs from the trained model, or an upload failed; nothing is lost
 
-Every message names what was set, why it cannot work, and what to set instead, with the numbers worked out.
+Every message states what was set, why it cannot work and what to set instead, with the numbers worked out.
 """
 
 
 class GrupoError(Exception):
-    """Root of every error that grupo raises on purpose."""
+    """Base class of all grupo errors."""
 
 
 class ConfigError(GrupoError, ValueError):
@@ -21,11 +21,11 @@ class ConfigError(GrupoError, ValueError):
 
 
 class UnsupportedError(ConfigError):
-    """A setting that is known, and whose engine is not part of this version."""
+    """A known setting without an implementation in this version."""
 
 
 class DataError(GrupoError, ValueError):
-    """A dataset, a row, a prompt or a tokenizer that cannot be used."""
+    """A dataset, row, prompt or tokenizer that cannot be used."""
 
 
 class RewardError(GrupoError, ValueError):
@@ -33,14 +33,14 @@ class RewardError(GrupoError, ValueError):
 
 
 class TrainingError(GrupoError, RuntimeError):
-    """A run that had to stop: non-finite gradients, or a sampler that is not the policy."""
+    """A run that had to stop: non-finite gradients, or a sampler that does not match the policy."""
 
 
 class ExportError(GrupoError, RuntimeError):
-    """An exported model that does not do what the trained one does, or an upload that failed."""
+    """An exported model that behaves differently from the trained one, or an upload that failed."""
 
 
-def first_line(error: BaseException) -> str:
-    """What another library says of an error, as one sentence."""
+def summarize_error(error: BaseException) -> str:
+    """First line of the message of an exception, ending in a full stop; its type where there is no message."""
     line = str(error).strip().partition("\n")[0] or type(error).__name__
     return line if line.endswith(".") else f"{line}."

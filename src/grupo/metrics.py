@@ -1,7 +1,7 @@
-"""Metrics that stay right under accumulation, several ranks and windows of uneven size.
+"""Metrics that stay correct under gradient accumulation, several ranks and unequal logging intervals.
 
-Every value comes with its weight (tokens, completions or steps), and what is logged is the weighted mean, the smallest
-or the largest value since the last log. Nothing is averaged before it is weighted (TRL issues #7047, #6380).
+Every value carries its weight (tokens, completions or steps). The log has the weighted mean, the minimum or the maximum
+since the last log line. Nothing is averaged before it is weighted (huggingface/trl #7047, #6380).
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ STEP_METRICS = frozenset(
         *("clip_ratio/region_mean", "cispo_clip_ratio", "vespo/phi_seq_mean", "ratio/mean", "off_policy/kept_mean"),
         *(
             "effective_tokens",
-            "scored_tokens",
+            "computed_tokens",
             "padding_share",
             "nonfinite_step_share",
             "sampling/logprob_gap",
             "tokens_per_second",
         ),
-        *("step_time", "time/generating", "time/rewarding", "time/scoring", "time/updating"),
+        *("step_time", "time/generating", "time/rewarding", "time/logprobs", "time/updating"),
         *("dynamic_sampling/rounds", "dynamic_sampling/groups", "dynamic_sampling/kept_share"),
-        *("dynamic_sampling/live_share", "curriculum/level", "curriculum/success_rate"),
+        *("dynamic_sampling/zero_variance_share", "curriculum/level", "curriculum/success_rate"),
     }
 )
-"""Names in a training log besides those of the rollout, of reward functions and of the end of a run."""
+"""Metric names of a training step; those of rollouts, reward functions and the end of a run are not included."""
 
 
 @dataclass
-class MetricSums:
-    """Sums of value x weight, and extremes, over any number of micro-batches, steps and ranks."""
+class MetricAccumulator:
+    """Weighted sums and extremes over any number of micro-batches, steps and ranks."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """name -> (sum of value x weight, sum of weights)."""
+    """Metric name -> (sum of value x weight, sum of weights)."""
     minima: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """A mean of `value` over `weight` tokens, completions or steps. Weight 0 leaves no trace."""
+        """Adds `value`, a mean over `weight` tokens, completions or steps. Weight 0 adds nothing."""
         if weight:
             self.add_sum(name, value * weight, weight)
 
@@ -59,7 +59,7 @@ class MetricSums:
     def add_max(self, name: str, value: float) -> None:
         self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
 
-    def merge(self, other: MetricSums) -> None:
+    def merge(self, other: MetricAccumulator) -> None:
         for name, (numerator, denominator) in other.sums.items():
             self.add_sum(name, numerator, denominator)
         for name, value in other.minima.items():
@@ -68,7 +68,7 @@ class MetricSums:
             self.add_max(name, value)
 
     def means(self) -> dict[str, float]:
-        """What to log. A name without any weight is absent rather than 0 or NaN."""
+        """Values to log. A metric without any weight is absent, rather than 0 or NaN."""
         values = {name: numerator / weight for name, (numerator, weight) in self.sums.items() if weight}
         return {**values, **self.minima, **self.maxima}
 
@@ -78,8 +78,8 @@ class MetricSums:
         self.maxima.clear()
 
 
-def merged(parts: Iterable[MetricSums]) -> MetricSums:
-    total = MetricSums()
+def merge_metrics(parts: Iterable[MetricAccumulator]) -> MetricAccumulator:
+    total = MetricAccumulator()
     for part in parts:
         total.merge(part)
     return total

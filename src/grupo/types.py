@@ -1,16 +1,17 @@
-"""The vocabulary of grupo: what flows from a dataset row to an optimizer step. Read this first.
+"""The records that carry a dataset row to an optimizer step. Read this file first.
 
-    row ──▶ Prompt ──engine──▶ Completion ──rewards──▶ Rollout ──advantages──▶ Group ──▶ MicroBatch ──▶ loss
+    row ──▶ Prompt ──engine──▶ Completion ──rewards──▶ Rollout ──advantages──▶ Group
+        ──▶ TrainingSample ──▶ MicroBatch ──▶ loss
 
-Left of `MicroBatch` everything is a plain Python record; `MicroBatch` and what follows are tensors.
+Everything before `MicroBatch` is a plain Python record; `MicroBatch` and everything after it are tensors.
 
 Log-probs are named by who computed them:
-    behavior_logprobs   by the engine, of each sampled token under the tempered full softmax
-    sampled_logprobs    by the engine, of each sampled token under the truncated distribution (top-k, top-p, min-p,
-                        repetition penalty) that it was really drawn from
-    old_logprobs        by the trainer, the policy at the start of the rollout window: the ratio's denominator
-    policy_logprobs     by the trainer, the policy now, with gradient
-    reference_logprobs  by the trainer, the frozen reference, for the KL term
+    behavior_logprobs   engine: sampled tokens under the full softmax at the sampling temperature
+    sampled_logprobs    engine: sampled tokens under the truncated distribution (top-k, top-p, min-p, repetition
+                        penalty) that they were drawn from
+    old_logprobs        trainer: policy at the start of the rollout window; the denominator of the ratio
+    policy_logprobs     trainer: current policy, with gradient
+    reference_logprobs  trainer: frozen reference policy, for the KL term
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def content_text(content: Any) -> str | None:
-    """The text of a chat message's content: a string itself, the joined texts of a list of parts, else None."""
+    """Text of a chat message's content: the string itself, the joined texts of a list of parts, or None."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         return "".join(part for part in parts if isinstance(part, str))
@@ -36,36 +37,36 @@ class FinishReason(str, Enum):
     """Why a completion ended."""
 
     STOP = "stop"
-    """A stop token was sampled; it is the last token of the completion."""
+    """A stop token was sampled and is the last token of the completion."""
     LENGTH = "length"
-    """The completion reached its cap without a stop token: it is truncated."""
+    """The completion reached the maximum length without a stop token: it is truncated."""
 
 
 class RewardStatus(str, Enum):
-    """What became of one reward function on one completion."""
+    """Outcome of one reward function for one completion."""
 
     SCORED = "scored"
-    """A finite number came back."""
+    """The function returned a finite number."""
     ABSTAINED = "abstained"
-    """The function returned None: not applicable to this completion."""
+    """The function returned None: it does not apply to this completion."""
     FAILED = "failed"
-    """An exception, a time-out or a value that is no finite number. Never a zero: the completion is masked."""
+    """The function raised, timed out or returned a non-finite value. Never counted as 0: the completion is masked."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One drawn prompt. Two draws of the same dataset row are two prompts with two ids."""
+    """One drawn prompt. Two draws of one dataset row are two prompts with different ids."""
 
     id: int
-    """Number of this draw in the run; what groups are keyed by."""
+    """Number of this draw in the run; groups are keyed by it."""
     row: int
     """Index of the dataset row."""
     token_ids: tuple[int, ...]
-    """What the engine continues and the trainer scores: the same ids everywhere."""
+    """Token ids that the engine continues and the trainer computes log-probs for: the same everywhere."""
     content: str | list[dict[str, Any]]
-    """The prompt as the dataset gave it: text, or a list of messages."""
+    """The prompt as it is in the dataset: text, or a list of messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns of the row, handed to reward functions by name."""
+    """Other columns of the dataset row, passed to reward functions by name."""
 
     @property
     def is_conversational(self) -> bool:
@@ -74,18 +75,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. The stop token, if one was sampled, is the last of `token_ids`."""
+    """One sampled completion. A sampled stop token is the last of `token_ids`."""
 
     token_ids: tuple[int, ...]
     text: str
-    """Decoded without the stop token, which need not be a special one, and without special tokens."""
+    """Decoded text without special tokens and without the stop token, which need not be a special token."""
     finish_reason: FinishReason
     behavior_logprobs: tuple[float, ...] | None = None
-    """(T,) nats; None where the engine replays given tokens."""
+    """(T,) nats; None where the engine replays fixed tokens."""
     sampled_logprobs: tuple[float, ...] | None = None
     """(T,) nats; equal to `behavior_logprobs` where nothing was truncated."""
     entropies: tuple[float, ...] | None = None
-    """(T,) nats, of the tempered full softmax at each step."""
+    """(T,) nats, entropy of the full softmax at the sampling temperature, per token."""
 
     @property
     def is_truncated(self) -> bool:
@@ -94,57 +95,58 @@ class Completion:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion with what the reward functions said about it."""
+    """One completion with the scores of its reward functions."""
 
     prompt: Prompt
     completion: Completion
     scores: tuple[float | None, ...]
-    """(K,) one per reward function; None where it abstained or failed."""
+    """(K,) one per reward function; None where the function abstained or failed."""
     statuses: tuple[RewardStatus, ...]
-    """(K,) beside `scores`."""
+    """(K,) one per reward function."""
 
     @property
     def is_scored(self) -> bool:
-        """No reward failed and at least one scored: the total reward is known."""
+        """Whether the total reward is known: no reward function failed and at least one returned a number."""
         return RewardStatus.FAILED not in self.statuses and RewardStatus.SCORED in self.statuses
 
 
 @dataclass(frozen=True)
 class Group:
-    """All completions of one prompt, with the advantages that they got from each other."""
+    """All completions of one prompt with their group-relative advantages."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     rewards: tuple[float | None, ...]
-    """(G,) weighted totals; None where the total is unknown."""
+    """(G,) weighted total rewards; None where the total is unknown."""
     advantages: tuple[float, ...]
-    """(G,) 0 where the total is unknown."""
+    """(G,) 0 where the total reward is unknown."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One completion on its way into a micro-batch: token ids and the numbers the loss needs, nothing else."""
+class TrainingSample:
+    """One completion to train on: token ids and the numbers that the loss needs, nothing else."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     advantage: float
     has_loss: bool
-    """False for masked truncations and for failed or abstained rewards: no token of the row is in the loss."""
-    group_is_live: bool
+    """False for masked truncations and for unknown rewards: no token of the completion is in the loss."""
+    group_has_signal: bool
+    """The group has a non-zero advantage (it is not a zero-variance group)."""
     behavior_logprobs: tuple[float, ...] | None
     entropies: tuple[float, ...] | None = None
     old_logprobs: tuple[float, ...] | None = None
-    """(T,) set when the window outlives its first optimizer step; otherwise the ratio is 1 by definition."""
+    """(T,) set where the rollout window spans several optimizer steps; otherwise the ratio is 1 by definition."""
     reference_logprobs: tuple[float, ...] | None = None
-    """(T,) set when the loss has a KL term."""
+    """(T,) set where the loss has a KL term."""
 
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """A prompt and all completions behind it, in a packed row: prompt, then completion after completion."""
+    """Part of a packed row: one prompt, followed by its completions one after another."""
 
     start: int
-    """Position of the prompt's first token in the row."""
+    """Position in the row of the first prompt token."""
     prompt_length: int
     completion_lengths: tuple[int, ...]
 
@@ -155,56 +157,56 @@ class GroupSpan:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Which tokens of a packed row see which: a completion sees its prompt and itself, never another completion."""
+    """Attention structure of a packed row: a completion attends to its prompt and itself, not to other completions."""
 
     groups: tuple[GroupSpan, ...]
-    """In order, without gaps."""
+    """Groups in row order, without gaps."""
     windows: set[int | None] = field(default_factory=set)
-    """Filled in by the attention function: the sliding windows that the model's layers ask for."""
+    """Sliding-window sizes that the model's layers request; filled in by the attention function."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Completions that share one forward pass. B completions, T = longest completion, N completion tokens.
 
-    Padded: R = B rows of prompt and completion without a gap, padded on the right; a causal model cannot see the
-    padding. Packed: R = 1 row, in which completions of one prompt share it; there is a `layout`.
+    Padded: R = B rows of prompt and completion without a gap, padded on the right, where a causal model does not see
+    the padding. Packed: R = 1 row with a `layout`, in which the completions of a prompt share its tokens.
     """
 
     input_ids: torch.Tensor
     """(R, S) int64."""
     position_ids: torch.Tensor | None
-    """(1, S) int64 where the row is packed: positions of a completion go on from those of its prompt."""
+    """(1, S) int64, packed rows only: the positions of a completion continue those of its prompt."""
     layout: PackedLayout | None
-    predictors: torch.Tensor
-    """(N,) int64: where in the R * S tokens stands the one before each completion token, row after row of
+    logit_indices: torch.Tensor
+    """(N,) int64: indices into the R * S tokens whose logits predict the completion tokens, in the row-major order of
     `completion_mask`."""
     lengths: torch.Tensor
-    """(B,) int64, tokens of prompt and completion."""
+    """(B,) int64, tokens of prompt and completion together."""
     prompt_lengths: torch.Tensor
     """(B,) int64."""
     num_tokens: int
-    """Of `input_ids`, without padding."""
+    """Tokens in `input_ids` without padding."""
     completion_ids: torch.Tensor
     """(B, T) int64, padded on the right."""
     completion_mask: torch.Tensor
-    """(B, T) bool, True on completion tokens, stop token included."""
+    """(B, T) bool, True on completion tokens, including the stop token."""
     loss_mask: torch.Tensor
-    """(B, T) bool, `completion_mask` without the rows that have no loss."""
+    """(B, T) bool, `completion_mask` without the completions that have no loss."""
     advantages: torch.Tensor
     """(B,) float."""
-    live_groups: torch.Tensor
-    """(B,) bool, True where the row's group carries a signal."""
+    has_signal: torch.Tensor
+    """(B,) bool, True where the group has a non-zero advantage."""
     behavior_logprobs: torch.Tensor | None
     """(B, T) float, 0 on padding."""
     old_logprobs: torch.Tensor | None
-    """(B, T) float, 0 on padding; None: on-policy, the ratio is 1 by definition."""
+    """(B, T) float, 0 on padding; None: on-policy, so the ratio is 1 by definition."""
     reference_logprobs: torch.Tensor | None
     """(B, T) float, 0 on padding; None: no KL term."""
 
 
 def group_by_prompt(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
-    """Positions of the rollouts of each prompt id, in order of first appearance."""
+    """Prompt id -> positions of its rollouts, in order of first appearance."""
     positions: dict[int, list[int]] = {}
     for position, rollout in enumerate(rollouts):
         positions.setdefault(rollout.prompt.id, []).append(position)
@@ -212,7 +214,7 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
 
 
 def group_record(group: Group, reward_names: Sequence[str]) -> dict[str, Any]:
-    """A group as people and other programs read it."""
+    """The group as a JSON-serialisable record, for completion logs."""
     return {
         "prompt_id": group.prompt.id,
         "row": group.prompt.row,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from grupo.algo import EntropyController, entropy_threshold
+from grupo.algo.entropy import EntropyController, entropy_threshold
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 101, 1000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,8 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grupo.algo import AGGREGATIONS, LOSSES, LossInputs, Objective, StepTotals
-from loss_cases import LEVELS, LOSS_TYPES, Case, Settings, assert_same, entropies, log_softmax, random_case, run_grupo
+from grupo.algo.losses import AGGREGATIONS, LossInputs, StepTotals
+from grupo.algo.registry import LOSSES
+from loss_cases import LEVELS, Case, Settings, assert_same, entropies, grpo_loss, log_softmax, random_case, run_grupo
 from loss_reference import hand_gradient, loss_by_loops, reference
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -52,7 +54,7 @@ def cases(draw: st.DrawFn, loss_type: str, level: str) -> Case:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss_level_and_option_equals_the_reference(loss_type: str, level: str) -> None:
     @QUICK
     @given(cases(loss_type, level), st.sampled_from([None, math.nan, math.inf, -math.inf, 1e30]), st.integers(1, 3))
@@ -62,34 +64,30 @@ def test_every_loss_level_and_option_equals_the_reference(loss_type: str, level:
     check()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("seed", range(3))
-def test_the_reference_gradients_are_the_finite_differences_of_its_values(
-    loss_type: str, level: str, seed: int
-) -> None:
-    case = random_case(
-        seed, Settings(loss_type=loss_type, importance_sampling_level=level, beta=0.1, delta=2.0, epsilon_high=0.3)
-    )
-    logprobs = np.take_along_axis(log_softmax(case.logits), case.actions[..., None], axis=2)[..., 0]
-    gradient = hand_gradient(case, logprobs)
-    step = 1e-6
-    for i, t in np.ndindex(*logprobs.shape):
-        up, down = logprobs.copy(), logprobs.copy()
-        up[i, t] += step
-        down[i, t] -= step
-        slope = (loss_by_loops(case, up, logprobs) - loss_by_loops(case, down, logprobs)) / (2 * step)
-        assert gradient[i, t] == pytest.approx(slope, abs=1e-7)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_the_reference_gradients_are_the_finite_differences_of_its_values(loss_type: str) -> None:
+    for level, seed in itertools.product(LEVELS, range(3)):
+        options = {"importance_sampling_level": level, "beta": 0.1, "delta": 2.0, "epsilon_high": 0.3}
+        case = random_case(seed, Settings(loss_type=loss_type, **options))  # type: ignore[arg-type]
+        logprobs = np.take_along_axis(log_softmax(case.logits), case.actions[..., None], axis=2)[..., 0]
+        gradient = hand_gradient(case, logprobs)
+        step = 1e-6
+        for i, t in np.ndindex(*logprobs.shape):
+            up, down = logprobs.copy(), logprobs.copy()
+            up[i, t] += step
+            down[i, t] -= step
+            slope = (loss_by_loops(case, up, logprobs) - loss_by_loops(case, down, logprobs)) / (2 * step)
+            assert gradient[i, t] == pytest.approx(slope, abs=1e-7)
 
 
 BROKEN = {
-    "rows of the micro-batch": lambda totals, mask: replace(totals, rows=len(mask), tokens=mask.numel()),
-    "one too many": lambda totals, mask: replace(totals, rows=totals.rows + 1, tokens=totals.tokens + 1),
+    "rows of the micro-batch": lambda totals, mask: replace(totals, completions=len(mask), tokens=mask.numel()),
+    "one too many": lambda totals, mask: replace(totals, completions=totals.completions + 1, tokens=totals.tokens + 1),
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_broken_denominator_is_noticed(loss_type: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(3, Settings(loss_type=loss_type))
     assert_same(run_grupo(case), reference(case))
@@ -102,7 +100,7 @@ def test_a_broken_denominator_is_noticed(loss_type: str, fault: str, monkeypatch
         assert_same(run_grupo(case), reference(case))
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_another_aggregation_is_noticed(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(4, Settings(loss_type=loss_type))
     for name in AGGREGATIONS:
@@ -115,7 +113,7 @@ def test_another_aggregation_is_noticed(loss_type: str, monkeypatch: pytest.Monk
 # How a step is cut, padded and ordered does not matter
 
 
-@pytest.fixture(params=LOSS_TYPES)
+@pytest.fixture(params=LOSSES)
 def full_case(request: pytest.FixtureRequest) -> Case:
     """A step of eight rows with every option on."""
     return random_case(
@@ -158,7 +156,7 @@ def test_the_order_of_rows_does_not_matter(full_case: Case) -> None:
     assert shuffled.metrics == pytest.approx(plain.metrics, abs=1e-13)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_rows_without_advantage_can_be_left_out(loss_type: str) -> None:
     """Their gradient is zero while they stay in the denominator, so skipping their forward changes nothing."""
     case = random_case(5, Settings(loss_type=loss_type), batch=6)
@@ -169,7 +167,7 @@ def test_rows_without_advantage_can_be_left_out(loss_type: str) -> None:
     part = case.rows(np.arange(1, 6, 2))
     logits = torch.tensor(part.logits, requires_grad=True)
     logprobs = torch.log_softmax(logits, -1).gather(2, torch.tensor(part.actions)[..., None])[..., 0]
-    output = case.settings.objective()(
+    output = case.settings.loss_function()(
         LossInputs(logprobs, torch.tensor(part.advantages), torch.tensor(part.mask), torch.tensor(part.old)),
         StepTotals(int(case.mask.sum()), int(case.mask.any(axis=1).sum()), 0),
     )
@@ -182,12 +180,12 @@ def test_rows_without_advantage_can_be_left_out(loss_type: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_positive_advantage_raises_and_a_negative_one_lowers_the_log_prob(loss_type: str, level: str) -> None:
     logprobs = torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True)
     inputs = LossInputs(logprobs, torch.tensor([1.0, -1.0]), torch.ones(2, 3, dtype=torch.bool))
-    objective = Objective(loss_type=loss_type, importance_sampling_level=level)
-    objective(inputs, StepTotals(6, 2, 6)).loss.backward()
+    loss_function = grpo_loss(loss_type=loss_type, importance_sampling_level=level)
+    loss_function(inputs, StepTotals(6, 2, 6)).loss.backward()
     assert logprobs.grad is not None
     assert (logprobs.grad[0] < 0).all()
     assert (logprobs.grad[1] > 0).all()
@@ -200,7 +198,7 @@ def test_all_losses_agree_on_policy_where_rows_are_equally_long(level: str) -> N
     expected = run_grupo(case.with_settings(loss_type="dapo")).gradient
     length = case.mask.shape[1]
     factor = {"luspo": length, "dr_grpo": length / case.settings.max_completion_length}
-    for loss_type in LOSS_TYPES:
+    for loss_type in LOSSES:
         gradient = run_grupo(case.with_settings(loss_type=loss_type)).gradient
         # At sequence level the gradient of a row is shared out evenly, which the per-token losses do on their own.
         np.testing.assert_allclose(gradient, expected * factor.get(loss_type, 1.0), atol=1e-13)
@@ -219,7 +217,7 @@ def test_the_expected_kl_gradient_is_the_reverse_kl_gradient(level: str) -> None
     log_first, log_second = torch.log_softmax(first_logits, 0), torch.log_softmax(second_logits, 1)
     a, b = (index.reshape(-1) for index in np.indices((3, 3)))
     probability = (log_first[a] + log_second[a, b]).exp().detach()
-    objective = Objective(beta=1.0, importance_sampling_level=level)
+    loss_function = grpo_loss(beta=1.0, importance_sampling_level=level)
     for row in range(9):
         # One completion at a time, so that each can be weighted by how often it is sampled.
         inputs = LossInputs(
@@ -228,7 +226,7 @@ def test_the_expected_kl_gradient_is_the_reverse_kl_gradient(level: str) -> None
             mask=torch.ones(1, 2, dtype=torch.bool),
             reference_logprobs=torch.tensor([[reference_first[a[row]], reference_second[a[row], b[row]]]]),
         )
-        (objective(inputs, StepTotals(2, 1, 2)).loss * probability[row]).backward(retain_graph=True)
+        (loss_function(inputs, StepTotals(2, 1, 2)).loss * probability[row]).backward(retain_graph=True)
     found_first, found_second = first_logits.grad, second_logits.grad
 
     first_logits.grad = second_logits.grad = None
@@ -247,7 +245,7 @@ def test_the_kl_estimate_keeps_its_digits_where_the_policy_has_hardly_moved() ->
         torch.ones(1, 1, dtype=torch.bool),
         reference_logprobs=torch.full((1, 1), -1.0 + 2**-12),
     )
-    output = Objective(beta=1.0)(inputs, StepTotals(1, 1, 1))
+    output = grpo_loss(beta=1.0)(inputs, StepTotals(1, 1, 1))
     assert output.loss.item() == pytest.approx(2.0**-25, rel=1e-3)
 
 
@@ -274,7 +272,7 @@ def test_accumulation_by_hand() -> None:
         assert run_grupo(step, extra_columns=5).loss == pytest.approx(loss, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_step_whose_rows_are_all_masked_has_zero_loss_and_zero_gradient(loss_type: str, beta: float) -> None:
     """huggingface/trl #3248: everything is truncated, and truncated completions are masked."""
@@ -292,7 +290,7 @@ def test_masked_tokens_leave_numerator_and_denominator_together(beta: float) -> 
     mask[0, :4] = True
     inputs = LossInputs(logprobs, torch.tensor([1.0, -3.0]), mask, reference_logprobs=logprobs.detach())
     for loss_type in ("dapo", "bnpo", "grpo"):
-        assert Objective(loss_type=loss_type, beta=beta)(inputs, StepTotals(4, 1, 4)).loss.item() == -1.0
+        assert grpo_loss(loss_type=loss_type, beta=beta)(inputs, StepTotals(4, 1, 4)).loss.item() == -1.0
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
@@ -302,7 +300,7 @@ def test_two_ranks_by_hand(loss_type: str) -> None:
     logprobs = torch.full((4, 6), -1.0, dtype=torch.float64, requires_grad=True)
     mask = torch.arange(6)[None] < torch.tensor([[2], [2], [6], [6]])
     inputs = LossInputs(logprobs, torch.tensor([-a, a, a, -a], dtype=torch.float64), mask)
-    Objective(loss_type=loss_type, max_completion_length=6)(inputs, StepTotals(16, 4, 16)).loss.backward()
+    grpo_loss(loss_type=loss_type, max_completion_length=6)(inputs, StepTotals(16, 4, 16)).loss.backward()
     per_token = {"grpo": [1 / 8, 1 / 8, 1 / 24, 1 / 24], "dapo": [1 / 16] * 4, "dr_grpo": [1 / 24] * 4}[loss_type]
     expected = torch.tensor([[a], [-a], [-a], [a]]) * torch.tensor(per_token)[:, None] * mask
     torch.testing.assert_close(logprobs.grad, expected.to(torch.float64), atol=1e-7, rtol=0)
@@ -312,7 +310,7 @@ def test_two_ranks_by_hand(loss_type: str) -> None:
     for rows in ranks:
         own = torch.full((2, 6), -1.0, dtype=torch.float64, requires_grad=True)
         part = LossInputs(own, inputs.advantages[rows], mask[rows])
-        Objective(loss_type=loss_type, max_completion_length=6)(part, StepTotals(16, 4, 16)).loss.backward()
+        grpo_loss(loss_type=loss_type, max_completion_length=6)(part, StepTotals(16, 4, 16)).loss.backward()
         halves.append(own.grad)
     torch.testing.assert_close(torch.cat(halves), logprobs.grad, atol=0, rtol=0)
 
@@ -323,7 +321,7 @@ def test_clipping_by_hand() -> None:
     ratios = torch.tensor([[0.5, 1.0, 1.5, 4.0]], dtype=torch.float64).repeat(2, 1)
     logprobs = ratios.log().requires_grad_()
     inputs = LossInputs(logprobs, torch.tensor([1.0, -1.0]), torch.ones(2, 4, dtype=torch.bool), old_logprobs=old)
-    output = Objective(epsilon=0.2, epsilon_high=0.28, delta=3.0)(inputs, StepTotals(8, 2, 8))
+    output = grpo_loss(epsilon=0.2, epsilon_high=0.28, delta=3.0)(inputs, StepTotals(8, 2, 8))
     assert output.loss.item() == pytest.approx((-(0.5 + 1.0 + 1.28 + 1.28) + (0.8 + 1.0 + 1.5 + 3.0)) / 8)
     output.loss.backward()
     expected = torch.tensor([[-0.5, -1.0, 0.0, 0.0], [0.0, 1.0, 1.5, 0.0]], dtype=torch.float64) / 8
@@ -340,7 +338,7 @@ def test_clipping_by_hand() -> None:
 def test_cispo_does_not_scale_an_on_policy_gradient() -> None:
     logprobs = torch.full((1, 2), -1.0, requires_grad=True)
     inputs = LossInputs(logprobs, torch.tensor([1.0]), torch.ones(1, 2, dtype=torch.bool))
-    Objective(loss_type="cispo")(inputs, StepTotals(2, 1, 2)).loss.backward()
+    grpo_loss(loss_type="cispo")(inputs, StepTotals(2, 1, 2)).loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [[-0.5, -0.5]]
 
@@ -355,7 +353,7 @@ def test_off_policy_mask_by_hand() -> None:
         torch.ones(5, 2, dtype=torch.bool),
         behavior_logprobs=behavior,
     )
-    output = Objective(loss_type="luspo", off_policy_mask_threshold=0.5)(inputs, StepTotals(10, 5, 10))
+    output = grpo_loss(loss_type="luspo", off_policy_mask_threshold=0.5)(inputs, StepTotals(10, 5, 10))
     (output.loss * 5).backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [[0.0, 0.0], [0.0, 0.0], [-1.0, -1.0], [1.0, 1.0], [1.0, 1.0]]
@@ -368,7 +366,7 @@ def test_vespo_by_hand() -> None:
     old = -torch.tensor([[0.5, 0.5], [-0.5, -0.5], [50.0, -20.0]], dtype=torch.float64)
     logprobs = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
     inputs = LossInputs(logprobs, torch.tensor([1.0, -1.0, 1.0]), torch.ones(3, 2, dtype=torch.bool), old_logprobs=old)
-    output = Objective(loss_type="vespo")(inputs, StepTotals(6, 3, 6))
+    output = grpo_loss(loss_type="vespo")(inputs, StepTotals(6, 3, 6))
     (output.loss * 6).backward()
     phi = [math.exp(3 + 2 - 3 * math.e), math.exp(2 - 3 - 2 / math.e), 1.0]
     expected = torch.tensor([[-phi[0]] * 2, [phi[1]] * 2, [-phi[2]] * 2], dtype=torch.float64)
@@ -384,9 +382,9 @@ def test_kl_can_be_left_out_of_rows() -> None:
         torch.zeros(2),
         torch.ones(2, 2, dtype=torch.bool),
         reference_logprobs=torch.full((2, 2), -1.0),
-        kl_rows=torch.tensor([True, False]),
+        kl_completions=torch.tensor([True, False]),
     )
-    output = Objective(beta=0.5)(inputs, StepTotals(4, 2, 4))
+    output = grpo_loss(beta=0.5)(inputs, StepTotals(4, 2, 4))
     output.loss.backward()
     assert logprobs.grad is not None
     assert (logprobs.grad[0] != 0).all()
@@ -398,7 +396,7 @@ def test_kl_can_be_left_out_of_rows() -> None:
 # The edges of the interface
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("rows", [0, 2])
 @pytest.mark.parametrize("columns", [0, 3])
 def test_an_empty_micro_batch_gives_a_connected_zero(loss_type: str, rows: int, columns: int) -> None:
@@ -411,7 +409,7 @@ def test_an_empty_micro_batch_gives_a_connected_zero(loss_type: str, rows: int, 
         reference_logprobs=torch.zeros(rows, columns),
         entropy=torch.full((rows, columns), math.nan),
     )
-    output = Objective(loss_type=loss_type, beta=0.1)(inputs, StepTotals(10, 2, 10), entropy_coef=0.1)
+    output = grpo_loss(loss_type=loss_type, beta=0.1)(inputs, StepTotals(10, 2, 10), entropy_coef=0.1)
     output.loss.backward()
     assert output.loss.item() == 0.0
     assert logprobs.grad is not None
@@ -420,12 +418,11 @@ def test_an_empty_micro_batch_gives_a_connected_zero(loss_type: str, rows: int, 
     assert all(math.isinf(value.item()) for value in output.extremes.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_dtype_of_the_log_probs_is_kept(loss_type: str, dtype: torch.dtype) -> None:
-    logprobs = torch.full((1, 2), -1.0, dtype=dtype, requires_grad=True)
-    inputs = LossInputs(logprobs, torch.ones(1, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool))
-    assert Objective(loss_type=loss_type)(inputs, StepTotals(2, 1, 2)).loss.dtype == dtype
+def test_the_dtype_of_the_log_probs_is_kept() -> None:
+    for loss_type, dtype in itertools.product(LOSSES, (torch.float32, torch.float64)):
+        logprobs = torch.full((1, 2), -1.0, dtype=dtype, requires_grad=True)
+        inputs = LossInputs(logprobs, torch.ones(1, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool))
+        assert grpo_loss(loss_type=loss_type)(inputs, StepTotals(2, 1, 2)).loss.dtype == dtype
 
 
 def test_metrics_and_policy_loss_carry_no_graph() -> None:
@@ -439,7 +436,7 @@ def test_metrics_and_policy_loss_carry_no_graph() -> None:
         reference_logprobs=torch.tensor(case.reference),
         entropy=-(logprobs.exp() * logprobs).sum(-1),
     )
-    output = case.settings.objective()(inputs, StepTotals(10, 4, 10), entropy_coef=0.1)
+    output = case.settings.loss_function()(inputs, StepTotals(10, 4, 10), entropy_coef=0.1)
     assert output.loss.requires_grad
     values = [output.policy_loss, *output.extremes.values(), *(x for pair in output.sums.values() for x in pair)]
     assert not any(value.requires_grad for value in values)
@@ -452,6 +449,6 @@ def test_the_entropy_metric_is_the_token_mean() -> None:
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"loss_type='dappo'.*dapo"):
-        Objective(loss_type="dappo")
+        grpo_loss(loss_type="dappo")
     with pytest.raises(ValueError, match=r"importance_sampling_level='word'.*sequence, token"):
-        Objective(importance_sampling_level="word")
+        grpo_loss(importance_sampling_level="word")

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer
 
-from grupo.algo import EntropyController, compute_advantages
+from grupo.algo.advantages import compute_advantages
+from grupo.algo.entropy import EntropyController
 from loss_cases import LEVELS, Case, Settings, assert_same, entropies, random_case, run_grupo
 from trl_oracle import loss_trainer, trl_advantages, trl_inputs, trl_loss
 

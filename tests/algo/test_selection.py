@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from grupo.algo import max_variance_subset
+from grupo.algo.selection import max_variance_subset
 
 
 def variance(values: list[float]) -> Fraction:

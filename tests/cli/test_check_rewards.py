@@ -30,11 +30,11 @@ def write_lines(path: Path, entries: list[object]) -> str:
 def test_every_task_is_listed_with_levels_and_a_sample(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"]) == 0
     output = capsys.readouterr().out
-    for name in TASKS:
-        task = make_task(name)
-        assert f"{name}: {task.description} {len(task.train)} training prompts" in output
-        assert f"sample: {task.train[0]['prompt'][0]['content']!r}" in output
-    assert "level 4: 6 numbers up to 100" in output and "-> '" in output and "reasoning-gym:NAME" in output
+    assert re.findall(r"^([\w-]+): ", output, re.M) == list(TASKS) and output.count("sample: ") == len(TASKS)
+    task = make_task("times-tables")
+    assert f"times-tables: {task.description} {len(task.train)} training prompts" in output
+    assert f"sample: {task.train[0]['prompt'][0]['content']!r} -> {task.train[0]['answer']!r}" in output
+    assert "level 4: 6 numbers up to 100" in output and "reasoning-gym:NAME" in output
 
 
 def test_every_reward_is_listed_with_signature_and_range(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,12 +107,12 @@ def test_completions_with_columns_of_their_own(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("not json", "line 1: it needs a JSON object"),
-        ('{"prompt": "a"}', "line 1: it needs a JSON object"),
-        ('["a"]', "line 1: it needs a JSON object"),
-        ('{"prompt": "a", "completion": "b", "step": 1}', "its prompt is none of the 121 prompts"),
-        ('{"prompt": "a", "completions": "b"}', "line 1: it needs a JSON object"),
-        ('{"prompt": "a", "completions": [5]}', "line 1: it needs a JSON object"),
+        ("not json", "line 1: expected a JSON object"),
+        ('{"prompt": "a"}', "line 1: expected a JSON object"),
+        ('["a"]', "line 1: expected a JSON object"),
+        ('{"prompt": "a", "completion": "b", "step": 1}', "the prompt is not one of the 121 prompts"),
+        ('{"prompt": "a", "completions": "b"}', "line 1: expected a JSON object"),
+        ('{"prompt": "a", "completions": [5]}', "line 1: expected a JSON object"),
         ("", "is empty"),
     ],
 )
@@ -149,7 +149,7 @@ def test_wrong_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is for rewards given by name" in refused(capsys, "quickstart", "--task", "countdown")
     assert "--set changes a recipe" in refused(capsys, "number_match", "--set", "seed=1")
     assert "There is no task 'sort'" in refused(capsys, "number_match", "--task", "sort")
-    assert "no such file" in refused(capsys, "quickstart", "--completions", "absent.jsonl")
+    assert "the file does not exist" in refused(capsys, "quickstart", "--completions", "absent.jsonl")
     assert "missing a required argument: 'target'" in refused(capsys, "token_length")
 
 

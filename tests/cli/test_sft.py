@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from grupo.cli import main
-from grupo.data.demonstrations import Demonstration, chosen_rows, demonstrations, dialogues, that_fit, written
+from grupo.data.demonstrations import demonstrations, dialogues
 from grupo.data.prompts import PromptTokenizer
-from grupo.errors import ConfigError, DataError
-from grupo.recipes.schema import load_recipe
-from grupo.tasks.registry import make_task
-from grupo.trainer.sft_trainer import NO_LOSS, padded, sft_trainer
+from grupo.errors import ConfigError
+from grupo.recipes.yaml_io import load_recipe
+from grupo.trainer.sft_trainer import NO_LOSS, pad_batch, sft_trainer
 from harness import snapshot
-from tiny import BOS_CHAT_TEMPLATE, CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 TEXT = [{"prompt": "2+2=", "completion": " 4"}, {"prompt": "a longer prompt:", "completion": " yes</s>"}]
+# As in chat models: a line break after the end of an answer.
+ROLES = (
+    "{% for m in messages %}{{ '<a>' if m['role'] == 'assistant' else '<u>' }}{{ m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
 MESSAGES = [
     {
         "prompt": [{"role": "user", "content": question}],
@@ -32,107 +35,6 @@ MESSAGES = [
     }
     for question, answer in (("2+2?", "4"), ("What is the sum of 10 and 11?", "[21]"))
 ]
-# Opens the tag of the reasoning in the prompt, and takes the reasoning out of past answers.
-THINKING = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{{ m['content'].split('</B>')[-1] }}</s>"
-    "{% else %}<u>{{ m['content'] }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<a><B>\n{% endif %}"
-)
-# As those of chat models: a line break behind the end of an answer.
-ROLES = (
-    "{% for m in messages %}{{ '<a>' if m['role'] == 'assistant' else '<u>' }}{{ m['content'] }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
-
-
-def shown(rows: Any, form: str | None = None, **tokenizer: Any) -> list[Demonstration]:
-    return demonstrations(dialogues(rows, form), PromptTokenizer(tiny_tokenizer(**tokenizer)))
-
-
-def texts(item: Demonstration, **tokenizer: Any) -> tuple[str, str]:
-    return tuple(tiny_tokenizer(**tokenizer).decode(list(ids)) for ids in (item.prompt_ids, item.answer_ids))  # type: ignore[return-value]
-
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_learned_of_each_kind_of_row() -> None:
-    assert [texts(item) for item in shown(TEXT)] == [("2+2=", " 4</s>"), ("a longer prompt:", " yes</s>")]
-    conversation = [{"messages": [*MESSAGES[1]["prompt"], *MESSAGES[1]["completion"]]}]
-    for rows in (MESSAGES[1:], conversation, [{**MESSAGES[1], "completion": "[21]"}]):
-        (item,) = shown(rows, chat_template=ROLES)
-        assert texts(item) == ("<u>What is the sum of 10 and 11?<end>\n<a>", "[21]<end>\n")
-    task = make_task("times-tables")
-    row = task.train[5]
-    (item,) = shown([row], "{question} [{answer}]", chat_template=BOS_CHAT_TEMPLATE)
-    question = row["prompt"][0]["content"]
-    assert texts(item) == (f"<s><u>{question}<end><a>", f"{question} [{row['answer']}]</s>")
-
-
-def test_the_prompt_is_the_one_that_grpo_samples_from() -> None:
-    for rows in (TEXT, MESSAGES):
-        tokenizer = PromptTokenizer(tiny_tokenizer())
-        assert [item.prompt_ids for item in demonstrations(dialogues(rows), tokenizer)] == [
-            tokenizer(r["prompt"]) for r in rows
-        ]
-
-
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_text_ends_and_begins_once(adds_bos: bool) -> None:
-    for item in shown(TEXT, adds_bos=adds_bos):
-        ids = [*item.prompt_ids, *item.answer_ids]
-        assert ids.count(0) == adds_bos and ids.count(1) == 1 and ids[-1] == 1
-
-
-def test_a_template_that_renders_answers_otherwise_gets_them_behind_the_prompt(caplog: Any) -> None:
-    caplog.set_level(logging.INFO, logger="grupo")
-    rows = [{"prompt": MESSAGES[0]["prompt"], "completion": text} for text in ("<B>\nsum</B>4", "sum</B>4")]
-    for item in shown(rows, chat_template=THINKING):
-        assert texts(item, chat_template=THINKING) == ("<u>2+2?<end><a><B>\n", "sum</B>4</s>")
-    assert caplog.text.count("Answers are put behind the prompts as they are") == 1
-
-
-def test_forms() -> None:
-    row = {"prompt": "How many?", "answer": 42, "steps": "6 * 7"}
-    assert written(r"{steps}, so \boxed{{answer}}", row, 0) == r"6 * 7, so \boxed{42}"
-    assert written("{question} {answer}", row, 0) == "How many? 42"
-    assert written("{question}", {**row, "question": "own"}, 0) == "own"
-
-
-@pytest.mark.parametrize(
-    ("rows", "form", "said"),
-    [
-        ([], None, "no rows"),
-        ([{"prompt": "a"}], None, r"Row 0 has no `completion`.*sft.answer"),
-        ([{"prompt": "a", "answer": 1}], "{gold}", r"has \{gold\}, and row 0 has no such column.*answer"),
-        ([{"prompt": "a", "answer": None}], "{answer}", "no value in it"),
-        ([{"prompt": "a", "completion": " "}], None, "The answer of row 0 is empty"),
-        ([{"prompt": "a", "completion": MESSAGES[0]["completion"]}], None, "make both the same"),
-        ([{"question": "a"}], None, "Row 0 has no `prompt`"),
-        ([{"messages": MESSAGES[0]["prompt"]}], None, "must end with an answer"),
-        ([{"prompt": "a", "completion": 4}], None, "The completion of row 0 is int"),
-    ],
-)
-def test_rows_that_show_nothing_are_named(rows: Any, form: str | None, said: str) -> None:
-    with pytest.raises(DataError, match=said):
-        shown(rows, form)
-
-
-def test_what_does_not_fit_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    items = shown(TEXT)
-    assert that_fit(items, context_length=10, vocabulary_size=128) == items[:1]
-    assert "1 of 2 demonstrations are longer than the model's context of 10 tokens" in caplog.text
-    with pytest.raises(DataError, match="the shortest has 7"):
-        that_fit(items, context_length=3, vocabulary_size=None)
-    with pytest.raises(DataError, match="embeddings for 20 tokens"):
-        that_fit(items, context_length=None, vocabulary_size=20)
-
-
-def test_rows_are_drawn_by_the_seed() -> None:
-    assert chosen_rows(range(10), None, 0) == chosen_rows(range(10), 99, 0) == list(range(10))
-    assert chosen_rows(range(99), 5, 0) == chosen_rows(range(99), 5, 0) != chosen_rows(range(99), 5, 1)
-
-
-# ---- the trainer -----------------------------------------------------------------------------------------------------
 
 
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
@@ -193,18 +95,23 @@ def test_masks_losses_and_weights_are_those_of_trl(rows: Any, accumulation: int,
 
 def test_padding_is_neither_read_nor_learned() -> None:
     rows = [{"input_ids": [5, 6, 7], "labels": [NO_LOSS, 6, 7]}, {"input_ids": [8, 9], "labels": [NO_LOSS, 9]}]
-    batch = padded(rows)
+    batch = pad_batch(rows)
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]] and batch["labels"][1, 2] == NO_LOSS
     model = tiny_model()
     with torch.no_grad():
         together = model(**batch).loss
-        alone = [model(**padded([row])).loss for row in rows]
+        alone = [model(**pad_batch([row])).loss for row in rows]
     torch.testing.assert_close(together, (2 * alone[0] + alone[1]) / 3)
 
 
 def test_a_frozen_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trainable"):
-        sft_trainer(tiny_model().requires_grad_(False), shown(TEXT), tiny_tokenizer(), arguments(tmp_path))
+        sft_trainer(
+            tiny_model().requires_grad_(False),
+            demonstrations(dialogues(TEXT), PromptTokenizer(tiny_tokenizer())),
+            tiny_tokenizer(),
+            arguments(tmp_path),
+        )
 
 
 # ---- one life --------------------------------------------------------------------------------------------------------
@@ -275,7 +182,7 @@ def test_the_phase_learns_and_leaves_a_whole_adapter(life: Path, model: Path) ->
 def test_grpo_goes_on_with_that_adapter_and_holds_on_to_it(life: Path) -> None:
     first, second = (line for line in metrics(life) if "loss" in line)
     assert abs(first["kl"]) < 1e-5 < abs(second["kl"]), "the reference is the adapter as SFT has left it"
-    assert "adapter as it is at the start" in json.loads((life / "manifest.json").read_text())["reference_policy"]
+    assert "start model with its adapter" in json.loads((life / "manifest.json").read_text())["reference_policy"]
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (life / "sft", life))
     assert before.keys() == after.keys() and all(not torch.equal(before[name], after[name]) for name in before)
     assert json.loads((life / "summary.json").read_text())["eval_after"] is not None
@@ -304,7 +211,7 @@ def test_a_resumed_run_does_not_repeat_it(life: Path, model: Path, tmp_path: Pat
     assert "was made with other settings" in capsys.readouterr().err
     for setting in ("sft=null", ""):
         assert run("train", model, broken, *filter(None, [setting]), flags=("--resume",)) == 2
-        assert ("and the recipe has no `sft`" if setting else "no folder 'sft'") in capsys.readouterr().err
+        assert ("but the recipe has no `sft`" if setting else "no folder 'sft'") in capsys.readouterr().err
         assert (broken / "checkpoint-2").is_dir() and not (broken / "earlier-2").exists()
         shutil.rmtree(broken / "sft", ignore_errors=True)
 
@@ -312,7 +219,7 @@ def test_a_resumed_run_does_not_repeat_it(life: Path, model: Path, tmp_path: Pat
 def test_a_phase_that_cannot_be_written_ends_with_a_sentence(model: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "sft.unfinished").write_text("in the way")
     assert run("sft", model, tmp_path) == 1
-    assert "Nothing of the supervised phase is saved" in capsys.readouterr().err
+    assert "The supervised phase is not saved" in capsys.readouterr().err
 
 
 def test_the_merged_model_is_the_trained_one(life: Path, tmp_path: Path) -> None:
@@ -408,7 +315,7 @@ def test_demonstrations_of_their_own_and_a_dry_run(model: Path, tmp_path: Path, 
         ("train", "sft.answer='{gold}'", "no such column"),
         ("train", "sft.training.learning_rat=1", "learning_rat"),
         ("train", "sft.row=1", "Did you mean 'rows'"),
-        ("train", "sft.dataset={path: nowhere.jsonl}", "is no file"),
+        ("train", "sft.dataset={path: nowhere.jsonl}", "is not a file"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_trained(

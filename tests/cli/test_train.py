@@ -26,7 +26,7 @@ import grupo
 import grupo.cli.held_out_eval
 from grupo.cli import main
 from grupo.errors import RewardError
-from grupo.recipes.schema import built_in_recipes, load_recipe
+from grupo.recipes.yaml_io import built_in_recipes, load_recipe
 from grupo.rewards.registry import REWARDS
 from tiny import BOS_CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
@@ -158,7 +158,7 @@ def test_a_list_may_be_cut_off_by_its_reader() -> None:
 def test_a_command_is_asked_for_with_the_list_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([])
-    assert "train by a recipe" in capsys.readouterr().err
+    assert "train with a recipe" in capsys.readouterr().err
 
 
 def test_env_shows_versions_and_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +219,7 @@ def test_the_summary_has_seconds_of_every_step(run: Path) -> None:
     """The log has means over the steps of a line; the summary has sums over the run."""
     seconds = read_json(run / "summary.json")["seconds"]
     outer = ("loading", "eval_before", "training", "eval_after", "saving")
-    inner = ("generating", "rewarding", "scoring", "updating")
+    inner = ("generating", "rewarding", "logprobs", "updating")
     assert set(seconds) == {*outer, *inner, "total"}
     assert sum(seconds[phase] for phase in outer) <= seconds["total"]
     assert sum(seconds[phase] for phase in inner) <= seconds["training"]
@@ -374,7 +374,7 @@ def test_a_dry_run_leaves_nothing(model: Path, tmp_path: Path, capsys: pytest.Ca
     assert train(model, tmp_path / "run", flags=("--dry-run",)) == 0
     output = capsys.readouterr().out
     assert "2 optimizer steps, 16 completions" in output and "83 training prompts, 38 held out" in output
-    assert "memory: about " in output and "free beside the loaded model: " in output
+    assert "memory: about " in output and "free next to the loaded model: " in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -466,7 +466,7 @@ def test_a_resumed_run_keeps_its_evaluation_before_training(
     assert read_json(tmp_path / "summary.json")["eval_before"] == summary["eval_before"]
     more = (*settings, "training.max_steps=5", "eval.samples_per_prompt=3")
     assert train(model, tmp_path, *more, flags=("--resume",)) == 0
-    assert len(evaluated) == 3 and "with other settings (samples_per_prompt), so it is made again" in caplog.text
+    assert len(evaluated) == 3 and "with other settings (samples_per_prompt), so it is repeated" in caplog.text
 
 
 # ---- a dataset of one's own ------------------------------------------------------------------------------------------
@@ -514,13 +514,13 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("missing.jsonl", None, "is no file"),
+        ("missing.jsonl", None, "is not a file"),
         ("missing-folder", None, "cannot be read: Couldn't find any data file"),
         ("empty.jsonl", "", "cannot be read: it is empty"),
         ("broken.jsonl", '{"prompt": 1\n nope', "cannot be read: JSON parse error"),
         ("broken.csv", 'a,b\n1,2,3\n"', "cannot be read: Error tokenizing data"),
         ("broken.parquet", "no parquet", "cannot be read: Parquet magic bytes not found"),
-        ("other.jsonl", '{"question": "1 + 1?"}\n', "is no column"),
+        ("other.jsonl", '{"question": "1 + 1?"}\n', "is not a column"),
     ],
 )
 def test_data_that_cannot_be_used_ends_with_2(
@@ -647,7 +647,7 @@ def test_gold_answers_that_cannot_be_read_are_named_before_the_run(
     assert train(model, tmp_path / "run", *settings) == 0
     evaluation = read_json(tmp_path / "run" / "eval_before.json")
     assert [group["row"] for group in evaluation["groups"]] == [HELD_OUT_OF_8[0]]
-    assert "2 samples of only 1 prompt, too few for the interval to mean much" in capsys.readouterr().out
+    assert "2 samples of only 1 prompt, too few for a reliable interval" in capsys.readouterr().out
     for row in HELD_OUT_OF_8:
         golds[row] = "unknown"
     assert train(model, tmp_path / "run", *gold_rows(tmp_path, *golds)) == 2

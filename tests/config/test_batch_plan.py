@@ -44,7 +44,7 @@ def test_defaults_are_one_group_per_step() -> None:
     assert (plan.completions_per_step, plan.completions_per_rollout, plan.prompts_per_rollout) == (8, 8, 1)
     assert (plan.steps_per_rollout, plan.rollouts_per_step, plan.steps_per_generation) == (1, 1, 1)
     assert (plan.rollouts_per_epoch, plan.steps_per_epoch, plan.dropped_prompts_per_epoch) == (100, 100, 0)
-    assert plan.raised_from is None
+    assert plan.original_accumulation is None
 
 
 def test_group_that_does_not_fit_is_refused_with_settings_that_fit() -> None:
@@ -61,13 +61,13 @@ def test_group_that_does_not_fit_is_refused_with_settings_that_fit() -> None:
 
 def test_one_completion_per_forward_fills_a_group_by_accumulation() -> None:
     plan = plan_of(batch=1, accumulation=6, group=6, prompts=7)
-    assert plan.raised_from is None
+    assert plan.original_accumulation is None
     assert (plan.completions_per_step, plan.prompts_per_rollout, plan.steps_per_epoch) == (6, 1, 7)
 
 
 def test_accumulation_is_raised_to_fill_one_group_and_says_so() -> None:
     plan = plan_of(batch=1, group=8, prompts=3)
-    assert (plan.raised_from, plan.gradient_accumulation_steps, plan.steps_per_generation) == (1, 8, 8)
+    assert (plan.original_accumulation, plan.gradient_accumulation_steps, plan.steps_per_generation) == (1, 8, 8)
     assert (plan.completions_per_step, plan.steps_per_epoch) == (8, 3)
     raised = [line for line in plan.describe() if "raised from 1 to 8" in line]
     assert len(raised) == 1 and "8 completions" in raised[0]
@@ -75,12 +75,12 @@ def test_accumulation_is_raised_to_fill_one_group_and_says_so() -> None:
 
 def test_accumulation_is_raised_over_processes() -> None:
     plan = plan_of(batch=1, accumulation=2, group=8, processes=2)
-    assert (plan.raised_from, plan.gradient_accumulation_steps, plan.completions_per_step) == (2, 4, 8)
+    assert (plan.original_accumulation, plan.gradient_accumulation_steps, plan.completions_per_step) == (2, 4, 8)
 
 
 def test_a_set_rollout_size_is_not_overruled_by_a_raise() -> None:
     plan = plan_of(batch=1, group=8, steps_per_generation=8)
-    assert plan.raised_from is None
+    assert plan.original_accumulation is None
     # One completion per step: every step holds an eighth of a group.
     assert (plan.completions_per_step, plan.steps_per_rollout) == (1, 8)
     with pytest.raises(ConfigError, match="steps_per_generation=8"):
@@ -223,7 +223,7 @@ def test_a_plan_adds_up_or_the_advice_fits(
         if together is not None:
             plan_of(**{**wanted, "batch": int(together[1]), "accumulation": 1, "steps_per_generation": None})  # type: ignore[arg-type]
         elif not offered:
-            needed = re.search(r"it takes at least (\d+) prompt", str(refusal))
+            needed = re.search(r"the dataset needs at least (\d+) prompt", str(refusal))
             assert needed is not None and prompts < int(needed[1])
         return
     assert fits_by_the_rules(batch, accumulation, group, window, passes, processes)
@@ -239,7 +239,7 @@ def test_a_plan_adds_up_or_the_advice_fits(
     assert plan.prompts_per_rollout * plan.num_generations == plan.completions_per_rollout
     assert plan.rollouts_per_epoch * plan.prompts_per_rollout + (plan.dropped_prompts_per_epoch or 0) == prompts
     assert (plan.dropped_prompts_per_epoch or 0) < plan.prompts_per_rollout * plan.rollouts_per_step
-    assert plan.raised_from is None or plan.completions_per_step == group
+    assert plan.original_accumulation is None or plan.completions_per_step == group
 
 
 def raised(batch: int, accumulation: int, group: int, window: int | None, processes: int) -> int:

@@ -11,14 +11,15 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from grupo.cli.main import _parser
-from grupo.cli.sft import Phase
-from grupo.cli.train import recipe_rewards
+from grupo.cli.sft import sft_phase
 from grupo.config import GRPOConfig
 from grupo.errors import ExportError
 from grupo.models.peft_io import save_adapter
 from grupo.models.peft_setup import add_adapter
-from grupo.recipes.build import fresh_adapter
-from grupo.recipes.schema import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec, load_recipe
+from grupo.recipes.build import lora_config_of
+from grupo.recipes.data import recipe_rewards
+from grupo.recipes.schema import DatasetSpec, EvalSpec, LoraSpec, Recipe, SftSpec
+from grupo.recipes.yaml_io import load_recipe
 from grupo.rewards import FAULTS, RewardRunner, make_reward
 from grupo.tasks.registry import TASKS, make_task
 from stub_judge import grade, judge_server
@@ -210,7 +211,7 @@ def test_the_examples_about_adapters_run(tmp_path, monkeypatch):
     spec = Recipe.model_validate(yaml.safe_load(recipe))
     assert Recipe.model_validate(yaml.safe_load(with_tokens)).training["added_tokens"] == ["<plan>", "</plan>"]
     monkeypatch.chdir(tmp_path)
-    model = add_adapter(tiny_model(), fresh_adapter(spec))
+    model = add_adapter(tiny_model(), lora_config_of(spec))
     assert model.peft_config["default"].use_rslora
     model_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
     tiny_model().save_pretrained("model")
@@ -230,9 +231,9 @@ def test_the_examples_about_the_supervised_phase_run(tmp_path, monkeypatch):
     (text,), (code,) = blocks(page, "yaml"), blocks(page, "python")
     (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
     recipe = load_recipe(str(tmp_path / "recipe.yaml"))
-    phase = Phase(recipe, GRPOConfig(str(tmp_path), **recipe.training), make_task(recipe.task).train)
-    assert len(phase.shown) == 83 and phase.describe().split(", ")[1].startswith("22 optimizer steps")
-    assert "I know this one.</think><answer>" in phase.shown[0].answer[0]["content"]
+    phase = sft_phase(recipe, GRPOConfig(str(tmp_path), **recipe.training), make_task(recipe.task).train)
+    assert len(phase.dialogues) == 83 and phase.describe().split(", ")[1].startswith("22 optimizer steps")
+    assert "I know this one.</think><answer>" in phase.dialogues[0].answer[0]["content"]
     monkeypatch.chdir(tmp_path)
     tiny_model().save_pretrained("model")
     tiny_tokenizer().save_pretrained("model")

@@ -1,4 +1,4 @@
-"""What `docs/rewards.md` says about rewards is so: its examples run, and its table has every reward and its range."""
+"""`docs/rewards.md` is true: its examples run, and its table has every reward and its range."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from grupo.recipes.schema import Recipe
-from grupo.rewards import REWARDS, make_reward
+from grupo.rewards import REWARDS, make_reward, reward_name
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "token_length": {"target": 3},
     "soft_overlong_punishment": {"max_completion_len": 10, "soft_punish_cache": 2},
@@ -27,7 +28,8 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_examples_run() -> None:
+def test_the_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     names: dict[str, Any] = {}
     examples = blocks("python")
     assert len(examples) == 6
@@ -35,11 +37,13 @@ def test_the_examples_run() -> None:
         exec(example, names)
 
 
-def test_the_recipe_names_rewards_that_can_be_made() -> None:
-    (text,) = blocks("yaml")
-    recipe = Recipe.model_validate(yaml.safe_load(text))
-    rewards = [make_reward(spec.name, **spec.arguments) for spec in recipe.rewards or []]
-    assert [reward.__name__ for reward in rewards] == ["gsm8k_correctness", "gsm8k_soft_format", "proximity", "tone"]
+def test_the_recipes_name_rewards_that_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipes = [Recipe.model_validate(yaml.safe_load(text)) for text in blocks("yaml")]
+    rewards = [make_reward(spec.name, **spec.arguments) for recipe in recipes for spec in recipe.rewards or []]
+    assert [reward_name(reward) for reward in rewards] == [
+        *("gsm8k_correctness", "gsm8k_soft_format", "proximity", "tone", "language_consistency", "readability"),
+    ]
 
 
 def test_the_table_has_every_reward() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import grupo
 from grupo.config import GRPOConfig
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 CELLS = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
@@ -20,12 +20,12 @@ MESSAGES = [quoted for quoted in QUOTED if "…" in quoted or (quoted.endswith("
 
 
 def filled(part: ast.expr) -> str:
-    """A part of a string, … for what a run fills in; of `counted(number, noun)` the noun is known."""
+    """A part of a string, … for what a run fills in; of `pluralize(number, noun)` the noun is known."""
     if isinstance(part, ast.Constant):
         return str(part.value)
     value = part.value if isinstance(part, ast.FormattedValue) else part
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "counted":
-        return counted(2, ast.literal_eval(value.args[1])).replace("2", "…")
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "pluralize":
+        return pluralize(2, ast.literal_eval(value.args[1])).replace("2", "…")
     return "…"
 
 
@@ -56,7 +56,7 @@ def test_settings_exist() -> None:
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
     named = {re.match(r"(\w+)=", quoted)[1] for quoted in QUOTED if re.match(r"\w+=", quoted)}  # type: ignore[index]
     named |= {quoted for quoted in QUOTED if re.fullmatch(r"[a-z]+(_[a-z]+)+", quoted)}
-    others = {"completions", "live_group_share", "frac_reward_zero_std", "math_verify", "math_accuracy", "peft_config"}
+    others = {"completions", "frac_reward_zero_std", "math_verify", "math_accuracy", "peft_config"}
     others |= {"base_model_name_or_path", "processing_class", "attn_implementation", "chat_template"}
     assert named - others <= fields
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import grupo
-from grupo.recipes.schema import load_recipe
+from grupo.recipes.yaml_io import load_recipe
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("bitsandbytes")

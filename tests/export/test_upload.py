@@ -175,13 +175,13 @@ def test_a_run_without_the_hub_is_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("grupo.trainer.hub.HubTrainer.upload_wait", 0.01)
+    monkeypatch.setattr("grupo.trainer.hub.HubUploader.retry_wait", 0.01)
     trainer = make_trainer(tmp_path / "sums", max_steps=2, save_strategy="steps", save_steps=1, **PUSHING)
     trainer.train()
     trainer.save_model()
     assert trainer.state.global_step == 2 and (tmp_path / "sums" / "model.safetensors").is_file()
     assert (tmp_path / "sums" / "checkpoint-2").is_dir()
-    assert f"`grupo export {tmp_path / 'sums'} --to hub --repo sums` uploads what it left" in caplog.text
+    assert f"`grupo export {tmp_path / 'sums'} --to hub --repo sums` uploads it later" in caplog.text
     with pytest.raises(ExportError, match="--to hub --repo sums` goes on"):
         trainer.push_to_hub()
 
@@ -189,7 +189,7 @@ def test_a_run_without_the_hub_is_a_run(
 def test_the_hub_comes_back_and_goes_away(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("grupo.trainer.hub.HubTrainer.upload_wait", 0.01)
+    monkeypatch.setattr("grupo.trainer.hub.HubUploader.retry_wait", 0.01)
     hub.fault = lambda method, path: 503 if "create" in path else None
     trainer = make_trainer(tmp_path / "sums", max_steps=2, save_strategy="steps", save_steps=1, **PUSHING)
     assert trainer.hub_model_id is None and "There is no repository to upload to" in caplog.text
@@ -239,7 +239,7 @@ def test_the_command_uploads_a_finished_run_with_its_card(
     assert "held-out" in merged and "\nlibrary_name: transformers\n" in merged and "reward.svg" in merged
     assert json.loads((there / "summary.json").read_text())["steps"] == 2
     hub.fault = lambda method, path: 500 if "/commit/" in path else None
-    monkeypatch.setattr("grupo.trainer.hub.HubTrainer.upload_wait", 0.01)
+    monkeypatch.setattr("grupo.trainer.hub.HubUploader.retry_wait", 0.01)
     again = [part.replace(str(tmp_path / "run"), str(tmp_path / "second")) for part in sets]
     with _logged() as lines:
         assert main(["train", *again]) == 0, "a failing upload is no failing run"

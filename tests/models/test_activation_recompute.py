@@ -14,10 +14,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from families import FAMILIES, family_model
-from grupo.models.activation_recompute import _Recipes, cheap_activations_recomputed
+from grupo.models.activation_recompute import _RecomputeTable, recompute_cheap_activations
 from grupo.policy.batching import collate
-from grupo.policy.logprob_model import Scorer
-from grupo.types import Sample
+from grupo.policy.logprob_model import LogprobModel
+from grupo.types import TrainingSample
 from tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def samples():
         return tuple(torch.randint(3, 128, (length,), generator=generator).tolist())
 
     return [
-        Sample(prompt, ids(length), 1.0, True, True, None)
+        TrainingSample(prompt, ids(length), 1.0, True, True, None)
         for prompt_length, lengths in UNEVEN
         for prompt in [ids(prompt_length)]
         for length in lengths
@@ -40,16 +40,16 @@ def samples():
 
 def gradients(model, *, recomputed, autocast=False):
     """Of the entropies and log-probs of the samples, and the bytes of activations that were kept for them."""
-    scorer = Scorer(model)
-    scorer.prepare(model, CPU)
+    logprob_model = LogprobModel(model)
+    logprob_model.prepare(model, CPU)
     model.zero_grad()
     model.train()
-    batch = collate(samples(), pad_token_id=2, device=CPU, packed=bool(scorer.shares_prompts))
-    context = cheap_activations_recomputed(scorer.decoder) if recomputed else contextlib.nullcontext()
-    with scorer.attention(), context:
+    batch = collate(samples(), pad_token_id=2, device=CPU, packed=bool(logprob_model.use_prompt_sharing))
+    context = recompute_cheap_activations(logprob_model.decoder) if recomputed else contextlib.nullcontext()
+    with logprob_model.attention(), context:
         torch.manual_seed(0)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            scores = scorer.score(model, batch, with_entropy=True)
+            scores = logprob_model.logprobs(model, batch, with_entropy=True)
         (scores.logprobs.sum() + scores.entropy.square().sum()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -82,7 +82,7 @@ def kept_bytes(model, *, recomputed):
     """Of storages that backward of one plain forward holds on to, weights aside."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
-    pack = _Recipes.pack
+    pack = _RecomputeTable.pack
 
     def look(recipes, tensor):
         packed = pack(recipes, tensor) if recomputed else tensor
@@ -91,7 +91,7 @@ def kept_bytes(model, *, recomputed):
             kept[packed.untyped_storage().data_ptr()] = packed.untyped_storage()
         return packed
 
-    with mock.patch.object(_Recipes, "pack", look), cheap_activations_recomputed(model.get_decoder()):
+    with mock.patch.object(_RecomputeTable, "pack", look), recompute_cheap_activations(model.get_decoder()):
         output = model.get_decoder()(input_ids=torch.arange(100)[None], use_cache=False).last_hidden_state
     total = sum(storage.nbytes() for storage in kept.values())
     del output
@@ -126,7 +126,7 @@ def test_an_input_that_was_overwritten_is_an_error():
         pass
 
     decoder = nn.Sequential(nn.Linear(4, 4), Norm(4), nn.Linear(4, 4))
-    with cheap_activations_recomputed(decoder):
+    with recompute_cheap_activations(decoder):
         hidden = decoder[0](torch.ones(2, 4))
         result = decoder[2](decoder[1](hidden))
         with torch.no_grad():
@@ -141,7 +141,7 @@ def test_nothing_is_held_after_it():
     handle = model.model.layers[0].mlp.gate_proj.register_forward_hook(
         lambda module, inputs, output: kept.append(weakref.ref(output.untyped_storage()))
     )
-    with cheap_activations_recomputed(model.model):
+    with recompute_cheap_activations(model.model):
         model(input_ids=torch.arange(9)[None], use_cache=False).logits.sum().backward()
     handle.remove()
     gc.collect()

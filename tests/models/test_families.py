@@ -13,11 +13,11 @@ import torch
 
 from families import FAMILIES, WINDOW, family_model
 from grupo.policy.batching import collate
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 from harness import (
     TOK,
     fed_in,
@@ -71,7 +71,7 @@ def test_one_step_of_training(tmp_path, monkeypatch, name, dtype, settings):
         temperature=0.9, **settings,
     )  # fmt: skip
     watch = train(trainer)
-    assert trainer.policy_update.scorer.shares_prompts is FAMILIES[name].shares_prompts
+    assert trainer.forward_backward.logprob_model.use_prompt_sharing is FAMILIES[name].shares_prompts
 
     (inputs,) = losses
     (batch,) = [batch for batch in batches if batch.reference_logprobs is not None]
@@ -112,15 +112,15 @@ def test_cached_decoding(name, dtype):
     assert len(lengths) > 3 and max(lengths) > WINDOW, "rows leave one after the other"
 
     samples = [
-        Sample(prompt.token_ids, completion.token_ids, 1.0, True, True, completion.behavior_logprobs)
+        TrainingSample(prompt.token_ids, completion.token_ids, 1.0, True, True, completion.behavior_logprobs)
         for prompt, group in zip(prompts, groups, strict=True)
         for completion in group
     ]
-    scorer = Scorer(model, temperature=0.8)
-    scorer.prepare(model, CPU)
-    with torch.no_grad(), scorer.attention():
-        batch = collate(samples, pad_token_id=2, device=CPU, dtype=dtype, packed=bool(scorer.shares_prompts))
-        scored = scorer.score(model, batch).logprobs
+    logprob_model = LogprobModel(model, temperature=0.8)
+    logprob_model.prepare(model, CPU)
+    with torch.no_grad(), logprob_model.attention():
+        batch = collate(samples, pad_token_id=2, device=CPU, dtype=dtype, packed=bool(logprob_model.use_prompt_sharing))
+        scored = logprob_model.logprobs(model, batch).logprobs
     for row, sample in enumerate(samples):
         with torch.no_grad():
             wanted = token_logprobs(model, sample.prompt_ids, sample.completion_ids, 0.8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from grupo.models.inplace_lora import is_plain_lora, lora_added_in_place
+from grupo.models.inplace_lora import inplace_lora, is_plain_lora
 from tiny import tiny_model
 
 IDS = torch.arange(10, 34).reshape(2, 12)
@@ -44,7 +44,7 @@ def test_the_numbers_are_those_of_peft(settings, rows):
     model = adapted(**settings)
     wanted, wanted_gradients = run(model, IDS[:rows])
     variants = [copy.copy(m.lora_variant) for m in model.modules() if hasattr(m, "lora_variant")]
-    with lora_added_in_place(model):
+    with inplace_lora(model):
         found, gradients = run(model, IDS[:rows])
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert gradients.keys() == wanted_gradients.keys() and wanted_gradients
@@ -58,7 +58,7 @@ def test_two_adapters_at_once():
     model.add_adapter("other", LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "up_proj"]))
     model.base_model.set_adapter(["default", "other"])
     wanted, _ = run(model, IDS[:1])
-    with lora_added_in_place(model):
+    with inplace_lora(model):
         found, _ = run(model, IDS[:1])
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -67,9 +67,9 @@ def test_a_switched_off_adapter_and_an_error_inside():
     model = adapted()
     with model.disable_adapter():
         wanted = model(input_ids=IDS).logits
-        with lora_added_in_place(model):
+        with inplace_lora(model):
             torch.testing.assert_close(model(input_ids=IDS).logits, wanted)
-    with pytest.raises(ZeroDivisionError), lora_added_in_place(model):
+    with pytest.raises(ZeroDivisionError), inplace_lora(model):
         assert 1 / 0
     assert any(is_plain_lora(module) for module in model.modules())
 
@@ -80,6 +80,6 @@ def test_bfloat16_base_with_a_float32_adapter():
         if "lora_" in name:
             parameter.data = parameter.data.float()
     wanted, _ = run(model, IDS[:1])
-    with lora_added_in_place(model):
+    with inplace_lora(model):
         found, _ = run(model, IDS[:1])
     assert torch.equal(found, wanted)

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, UnsupportedError
 from grupo.export import merge
-from grupo.models.peft_io import find_adapter, is_blank, load_with_adapter, save_adapter
+from grupo.models.peft_io import find_adapter, is_zero_init, load_with_adapter, save_adapter
 from grupo.models.peft_setup import add_adapter, add_tokens
-from grupo.policy.reference import BaseModel, ReferencePolicy
-from grupo.recipes.build import fresh_adapter, with_start
+from grupo.policy.reference import AdapterDisabledReference, ReferencePolicy
+from grupo.recipes.build import lora_config_of, resolve_model
 from grupo.recipes.schema import Recipe
-from grupo.runs.latest import newest_model
-from grupo.types import Sample
+from grupo.runs.latest import resolve_latest
+from grupo.types import TrainingSample
 from harness import logs_of, make_trainer, snapshot, token_logprobs, train, unchanged
 from tiny import tiny_model, tiny_tokenizer
 
@@ -108,7 +108,10 @@ def test_the_base_model_is_found_from_anywhere(base: Path, tmp_path: Path, monke
         assert AutoTokenizer.from_pretrained(folder).chat_template == trainer.tokenizer.chat_template
 
 
-def test_a_base_model_beside_the_adapter_is_found(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_base_model_beside_the_adapter_is_found(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # from the folder of the checkout, ../base may be a folder of somebody else
     edit(adapter / "adapter_config.json", base_model_name_or_path="../base")
     assert find_adapter(str(adapter)).base == str(adapter / "../base")  # type: ignore[union-attr]
     make(tmp_path / "run", adapter)
@@ -129,16 +132,16 @@ def incomplete(adapter: Path) -> None:
 
 
 SPOILT = {
-    "no base": (lambda a: edit(a / "adapter_config.json", base_model_name_or_path=None), "does not say what its base"),
-    "gone base": (lambda a: edit(a / "adapter_config.json", base_model_name_or_path="/gone/x"), "no such folder here"),
+    "no base": (lambda a: edit(a / "adapter_config.json", base_model_name_or_path=None), "does not name its base"),
+    "gone base": (lambda a: edit(a / "adapter_config.json", base_model_name_or_path="/gone/x"), "no such folder"),
     "base that is no model": (
         lambda a: edit(a / "adapter_config.json", base_model_name_or_path=str(a.parent)),
         "its base model cannot be loaded",
     ),
-    "another rank": (lambda a: edit(a / "adapter_config.json", r=8), "cannot be put on its base model"),
-    "unknown type": (lambda a: edit(a / "adapter_config.json", peft_type="NEW"), "no configuration of an adapter"),
-    "cut": (cut, "cannot be put on its base model"),
-    "no weights": (lambda a: (a / "adapter_model.safetensors").unlink(), "cannot be put on its base model"),
+    "another rank": (lambda a: edit(a / "adapter_config.json", r=8), "cannot be loaded onto its base model"),
+    "unknown type": (lambda a: edit(a / "adapter_config.json", peft_type="NEW"), "is not an adapter configuration"),
+    "cut": (cut, "cannot be loaded onto its base model"),
+    "no weights": (lambda a: (a / "adapter_model.safetensors").unlink(), "cannot be loaded onto its base model"),
     "weights missing": (incomplete, "lacks 1 of the 8 weights"),
 }
 
@@ -231,7 +234,7 @@ def test_embeddings_that_peft_would_not_find_are_told_and_load_here(
 ) -> None:
     model, tokenizer = with_tokens(base, rows=rows, tokens=tokens)
     trainer = make(tmp_path / "run", model, tokenizer=tokenizer, peft_config=lora())
-    said = f"embeddings for {rows} tokens, its base model on disk for 128, and the tokenizer {tokens} tokens"
+    said = f"embeddings for {rows} tokens, its base model on disk for 128, and the tokenizer has {tokens} tokens"
     assert said in caplog.text
     train(trainer)
     trainer.save_model(str(tmp_path / "run"))
@@ -262,7 +265,7 @@ def test_new_embeddings_that_nothing_trains_are_told(
         caplog.clear()
         model, tokenizer = with_tokens(base, rows=130, tokens=130)
         make(tmp_path / str(number), model, tokenizer=tokenizer, peft_config=config)
-        assert ("embeddings of 2 tokens are new, and nothing trains them" in caplog.text) == told
+        assert ("embeddings of 2 tokens are new and not trained" in caplog.text) == told
 
 
 def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: Path, caplog: Any) -> None:
@@ -270,7 +273,7 @@ def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: 
     added = [f"<t{letter}>" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"]
     trainer = make(tmp_path / "run", base, tokenizer=None, added_tokens=["a", *added], peft_config=lora())
     assert "the tokenizer has 'a' already" in caplog.text
-    assert trainer.vocabulary_size == len(trainer.tokenizer) > 128
+    assert trainer.policy.vocabulary_size == len(trainer.tokenizer) > 128
     assert len(trainer.model.peft_config["default"].trainable_token_indices["lm_head"]) == len(added)
     train(trainer)
     trainer.save_model(str(tmp_path / "run"))
@@ -283,7 +286,7 @@ def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: 
             tmp_path / "other", base, tokenizer=None, added_tokens=added, peft_config=lora(trainable_token_indices=[3])
         )
     whole = make(tmp_path / "whole", base, tokenizer=None, added_tokens=added)
-    assert whole.vocabulary_size == len(whole.tokenizer) and not hasattr(whole.model, "peft_config")
+    assert whole.policy.vocabulary_size == len(whole.tokenizer) and not hasattr(whole.model, "peft_config")
 
 
 # ---- the reference policy --------------------------------------------------------------------------------------------
@@ -293,7 +296,7 @@ def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: 
 def test_the_reference_of_a_trained_adapter(which: str, base: Path, adapter: Path, tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", adapter, beta=0.1, reference_policy=which, max_steps=3)
     start = logits(trainer.model)
-    sample = Sample((5, 6, 7), (8, 9, 10), 1.0, True, True, None)
+    sample = TrainingSample((5, 6, 7), (8, 9, 10), 1.0, True, True, None)
     expected = {
         "start": AutoPeftModelForCausalLM.from_pretrained(adapter),
         "base": AutoModelForCausalLM.from_pretrained(base),
@@ -301,7 +304,7 @@ def test_the_reference_of_a_trained_adapter(which: str, base: Path, adapter: Pat
     with torch.no_grad():
         wanted = token_logprobs(expected[which].eval(), sample.prompt_ids, sample.completion_ids)
     for when in ("before", "after"):
-        (scored,) = trainer.policy_update.score_window(
+        (scored,) = trainer.forward_backward.add_fixed_logprobs(
             trainer.model, [sample], with_old=False, reference=trainer.reference
         )
         torch.testing.assert_close(torch.tensor(scored.reference_logprobs), wanted, rtol=0, atol=1e-5)
@@ -311,7 +314,7 @@ def test_the_reference_of_a_trained_adapter(which: str, base: Path, adapter: Pat
     kl = logs_of(trainer)[0]["kl"]
     assert abs(kl) < 1e-7 if which == "start" else kl > 1e-5, kl
     said = json.loads((tmp_path / "run" / "manifest.json").read_text())["reference_policy"]
-    assert said == trainer.reference.says and which in said  # type: ignore[union-attr]
+    assert said == trainer.reference.description and which in said  # type: ignore[union-attr]
 
 
 def test_switching_the_adapter_off_leaves_it_as_it_was(tmp_path: Path) -> None:
@@ -321,7 +324,7 @@ def test_switching_the_adapter_off_leaves_it_as_it_was(tmp_path: Path) -> None:
         parameter.requires_grad_("lora_B" in name)
     wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     before = logits(model)
-    with BaseModel(model).active():
+    with AdapterDisabledReference(model).active():
         torch.testing.assert_close(logits(model), logits(tiny_model()))
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == wanted
     assert torch.equal(logits(model), before)
@@ -330,7 +333,7 @@ def test_switching_the_adapter_off_leaves_it_as_it_was(tmp_path: Path) -> None:
 NO_BASE = {
     "no adapter": (None, "there is no adapter"),
     "biases": (lora(bias="all"), "biases of the base model"),
-    "pissa": (lora(init_lora_weights="pissa"), "has taken a part of the base model"),
+    "pissa": (lora(init_lora_weights="pissa"), "has moved a part of the base model"),
 }
 
 
@@ -355,7 +358,7 @@ def test_training_that_changes_nothing_is_told(tmp_path: Path, caplog: pytest.Lo
     trainer = make(tmp_path, None, peft_config=lora(), learning_rate=0.0)
     before = snapshot(trainer.model)
     train(trainer)
-    assert unchanged(trainer.model, before) and is_blank(trainer.model)
+    assert unchanged(trainer.model, before) and is_zero_init(trainer.model)
     assert "1 optimizer step changed none of the 8 trainable parameters: learning_rate is 0" in caplog.text
     caplog.clear()
     dead = make_trainer(tmp_path / "dead", lambda completions, **_: [1.0] * len(completions), peft_config=lora())
@@ -376,7 +379,7 @@ def test_training_that_changes_nothing_is_told(tmp_path: Path, caplog: pytest.Lo
     ],
 )
 def test_blank_adapters(config: Any, blank: bool) -> None:
-    assert is_blank(get_peft_model(tiny_model(), config)) == blank
+    assert is_zero_init(get_peft_model(tiny_model(), config)) == blank
 
 
 def test_a_blank_adapter_is_told_when_it_is_loaded(
@@ -386,7 +389,7 @@ def test_a_blank_adapter_is_told_when_it_is_loaded(
     save_adapter(get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora()), tmp_path / "blank")
     found = find_adapter(str(tmp_path / "blank"))
     assert found is not None and isinstance(load_with_adapter(found), PeftModel)
-    assert "changes nothing: its B matrices are all zero" in caplog.text
+    assert "has no effect: its B matrices are all zero" in caplog.text
 
 
 def test_a_model_is_no_adapter(base: Path, tmp_path: Path) -> None:
@@ -417,10 +420,10 @@ def test_a_run_that_went_on_behind_its_saved_model_is_taken_up_at_its_newest_che
     next_one = make(tmp_path / "next", str(run), tokenizer=None)
     torch.testing.assert_close(logits(next_one.model), logits(resumed.model))
     assert next_one.model_argument == str(newest)
-    assert f"{run}: the model in it is older (step 1); its newest checkpoint, checkpoint-2, is taken." in caplog.text
-    assert with_start(Recipe(task="times-tables", model=str(run))).model == str(newest)
+    assert f"{run}: its saved model is older (step 1); using its latest checkpoint, checkpoint-2." in caplog.text
+    assert resolve_model(Recipe(task="times-tables", model=str(run))).model == str(newest)
     resumed.save_model()
-    assert newest_model(str(run)) == str(run)
+    assert resolve_latest(str(run)) == str(run)
 
 
 def test_what_is_newest_in_a_run(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -429,20 +432,20 @@ def test_what_is_newest_in_a_run(base: Path, tmp_path: Path, caplog: pytest.LogC
     with pytest.raises(ConfigError, match="the folder of the adapter that training starts from"):
         make(run, str(run), tokenizer=None)
     edit(run / "manifest.json", model_step=None)
-    assert newest_model(str(run)) == str(run)
-    assert f"{run} has a model, nobody knows of which step, and checkpoint-2. The model is taken; name" in caplog.text
+    assert resolve_latest(str(run)) == str(run)
+    assert f"{run} has a model of an unknown step, and checkpoint-2. Using the model;" in caplog.text
     edit(run / "manifest.json", model_step=1)
     (newest / "optimizer.pt").unlink()
-    assert newest_model(str(run)) == str(newest), "its model is whole"
+    assert resolve_latest(str(run)) == str(newest), "its model is whole"
     (newest / "adapter_model.safetensors").write_bytes(b"cut")
-    assert newest_model(str(run)) == str(run)
-    assert "(step 1) is damaged (checkpoint-2: adapter_model.safetensors has 3 of" in caplog.text
+    assert resolve_latest(str(run)) == str(run)
+    assert "(step 1) are damaged (checkpoint-2: adapter_model.safetensors has 3 of" in caplog.text
     (run / "adapter_model.safetensors").unlink()
-    assert newest_model(str(run)) == str(run / "checkpoint-1")
+    assert resolve_latest(str(run)) == str(run / "checkpoint-1")
     (run / "checkpoint-1" / "adapter_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="no saved model and no checkpoint that is whole"):
+    with pytest.raises(ConfigError, match="no saved model and no intact checkpoint"):
         make(tmp_path / "next", str(run))
-    assert newest_model("org/name") == "org/name" and newest_model(str(base)) == str(base)
+    assert resolve_latest("org/name") == "org/name" and resolve_latest(str(base)) == str(base)
 
 
 def test_a_run_leaves_the_model_that_it_starts_from(base: Path, tmp_path: Path) -> None:
@@ -496,7 +499,7 @@ def test_a_model_of_what_was_cut_is_older_than_the_next_checkpoint(base: Path, t
     settings = {"peft_config": lora(), "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
     other = make(run, str(base), max_steps=2, **settings)
     other.train(resume_from_checkpoint=str(run / "checkpoint-1"), accept_changes=["steps", "lr_scheduler_type"])
-    assert newest_model(str(run)) == str(run / "checkpoint-2")
+    assert resolve_latest(str(run)) == str(run / "checkpoint-2")
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -516,7 +519,7 @@ def test_a_model_of_what_was_cut_is_older_than_the_next_checkpoint(base: Path, t
 )
 def test_a_recipe_reaches_every_kind(spec: dict[str, Any], wanted: dict[str, Any]) -> None:
     recipe = Recipe.model_validate({"task": "times-tables", "lora": spec})
-    model = add_adapter(tiny_model(), fresh_adapter(recipe))
+    model = add_adapter(tiny_model(), lora_config_of(recipe))
     config = model.peft_config["default"].to_dict()
     assert {name: config[name] for name in wanted} == wanted
     adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
@@ -526,8 +529,8 @@ def test_a_recipe_reaches_every_kind(spec: dict[str, Any], wanted: dict[str, Any
 
 def test_a_recipe_goes_on_with_an_adapter_unless_it_asks_for_a_fresh_one(adapter: Path) -> None:
     bare = Recipe.model_validate({"task": "times-tables", "model": str(adapter)})
-    assert bare.lora is not None and with_start(bare).lora is None
+    assert bare.lora is not None and resolve_model(bare).lora is None
     asking = Recipe.model_validate({"task": "times-tables", "model": str(adapter), "lora": {"r": 4}})
-    assert with_start(asking) == asking
+    assert resolve_model(asking) == asking
     whole = Recipe.model_validate({"task": "times-tables", "model": str(adapter.parent / "base")})
-    assert with_start(whole) == whole
+    assert resolve_model(whole) == whole

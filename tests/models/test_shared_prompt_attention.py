@@ -1,7 +1,7 @@
 """Completions that share their prompt in a packed row: the log-probs and gradients of rows of their own.
 
-Everything is compared with the same scorer on padded rows, which is itself compared with plain forwards elsewhere. What
-is differentiated is a random sum over log-probs and entropies.
+Everything is compared with the same `LogprobModel` on padded rows, which is itself compared with plain forwards
+elsewhere. Gradients are those of a random sum over log-probs and entropies.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from families import FAMILIES, family_model
 from grupo.models import shared_prompt_attention as attention
 from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD, packed_attention
 from grupo.policy.batching import collate, micro_batches
-from grupo.policy.logprob_model import Scorer
-from grupo.types import Sample
+from grupo.policy.logprob_model import LogprobModel
+from grupo.types import TrainingSample
 from harness import recorded_batches, relative_error
 from tiny import with_exact_norms
 from tiny_trainer import Spy, distance, gradients, make_trainer, run
@@ -47,7 +47,7 @@ groups = st.lists(
 seeds = st.integers(0, 10_000)
 
 
-def samples_of(shape: Sequence[tuple[int, Sequence[int]]], seed: int) -> list[Sample]:
+def samples_of(shape: Sequence[tuple[int, Sequence[int]]], seed: int) -> list[TrainingSample]:
     """Completions of all groups, shuffled, as ranks and passes deal them."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -57,7 +57,7 @@ def samples_of(shape: Sequence[tuple[int, Sequence[int]]], seed: int) -> list[Sa
     samples = []
     for prompt_length, lengths in shape:
         prompt = ids(prompt_length)
-        samples += [Sample(prompt, ids(length), 1.0, True, True, None) for length in lengths]
+        samples += [TrainingSample(prompt, ids(length), 1.0, True, True, None) for length in lengths]
     return [samples[place] for place in torch.randperm(len(samples), generator=generator)]
 
 
@@ -86,16 +86,16 @@ def scored(model, samples, *, packed, cut=None, seed=0):
     cut = cut or Cut()
     generator = torch.Generator().manual_seed(seed)
     coefficients = {id(s): torch.randn(2, len(s.completion_ids), generator=generator) for s in samples}
-    scorer = Scorer(model, share_prompts=packed)
-    scorer.prepare(model, CPU)
-    assert scorer.shares_prompts is packed
+    logprob_model = LogprobModel(model, use_prompt_sharing=packed)
+    logprob_model.prepare(model, CPU)
+    assert logprob_model.use_prompt_sharing is packed
     model.zero_grad()
     found = {}
-    with scorer.attention():
+    with logprob_model.attention():
         for rows in micro_batches(samples, cut.rows, token_budget=cut.budget, packed=packed):
             batch = collate(rows, pad_token_id=2, device=CPU, pad_to_multiple_of=cut.multiple, packed=packed)
             assert (batch.layout is not None) == packed and batch.input_ids.shape[1] % (cut.multiple or 1) == 0
-            scores = scorer.score(model, batch, with_entropy=True)
+            scores = logprob_model.logprobs(model, batch, with_entropy=True)
             loss = torch.zeros(())
             for row, sample in enumerate(rows):
                 length = len(sample.completion_ids)
@@ -207,13 +207,13 @@ FORGOTTEN = {
 @pytest.mark.parametrize("family, forgotten", FORGOTTEN.values(), ids=FORGOTTEN)
 def test_what_the_attention_forgets_would_show(monkeypatch, family, forgotten):
     """The equalities above are not true of any attention."""
-    right = attention.attend
+    right = attention.shared_prompt_attention
 
     def forgetful(*args, **keywords):
         return right(*args, **{**keywords, **{name: change(keywords[name]) for name, change in forgotten.items()}})
 
-    monkeypatch.setattr(attention, "attend", forgetful)
-    monkeypatch.setattr(Scorer, "_check_sharing", lambda *_: True)
+    monkeypatch.setattr(attention, "shared_prompt_attention", forgetful)
+    monkeypatch.setattr(LogprobModel, "_check_sharing", lambda *_: True)
     settings = {"query_pre_attn_scalar": 32} if "scaling" in forgotten else {}
     model = model_of(family, dtype=torch.float64, **settings)
     assert min(errors(model, samples_of([(20, [20, 3]), (30, [25])], 0))) > 1e-3
@@ -226,7 +226,7 @@ def test_completions_that_see_each_other_would_show(monkeypatch):
         return attention(query, key, value)
 
     monkeypatch.setattr(attention, "_packed", causal)
-    monkeypatch.setattr(Scorer, "_check_sharing", lambda *_: True)
+    monkeypatch.setattr(LogprobModel, "_check_sharing", lambda *_: True)
     assert min(errors(model_of(), samples_of([(5, [9, 3, 4])], 0))) > 1e-3
 
 
@@ -243,11 +243,11 @@ def test_blocks_of_queries_change_nothing(shape, seed, block, family):
 
 
 def test_two_draws_of_one_row_share_it_too():
-    samples = [Sample((5, 6, 7), (8 + place, 9), 1.0, True, True, None) for place in range(4)]
+    samples = [TrainingSample((5, 6, 7), (8 + place, 9), 1.0, True, True, None) for place in range(4)]
     batch = collate(samples, pad_token_id=2, device=CPU, packed=True)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 9, 9, 10, 9, 11, 9]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 3, 4, 3, 4]]
-    assert batch.predictors.tolist() == [2, 3, 2, 5, 2, 7, 2, 9]
+    assert batch.logit_indices.tolist() == [2, 3, 2, 5, 2, 7, 2, 9]
     assert batch.num_tokens == 11
 
 
@@ -258,29 +258,29 @@ def test_padding_of_a_packed_row_is_seen_by_nobody(multiple):
     assert batch.input_ids.shape[1] % multiple == 0 and batch.num_tokens == 7 + 12 + 4 + 5 < batch.input_ids.shape[1]
     model = model_of(dtype=torch.float64, exact=True)
     assert max(errors(model, samples, Cut(multiple=multiple))) < EXACT
-    scorer = Scorer(model)
-    scorer.prepare(model, CPU)
-    with torch.no_grad(), scorer.attention():
-        found = scorer.score(model, batch).logprobs
+    logprob_model = LogprobModel(model)
+    logprob_model.prepare(model, CPU)
+    with torch.no_grad(), logprob_model.attention():
+        found = logprob_model.logprobs(model, batch).logprobs
         batch.input_ids[0, batch.num_tokens :] = 77
-        assert torch.equal(scorer.score(model, batch).logprobs, found), "whatever the padding is"
+        assert torch.equal(logprob_model.logprobs(model, batch).logprobs, found), "whatever the padding is"
 
 
 def test_dropout_of_attention_is_that_of_the_model():
     """Off where scoring is without dropout, on where it is asked for."""
-    from grupo.policy.logprob_model import dropout_off
+    from grupo.policy.logprob_model import disable_dropout
 
     model = family_model("Llama", attention_dropout=0.4)
     samples = samples_of([(9, [5, 6])], 0)
     batch = collate(samples, pad_token_id=2, device=CPU, packed=True)
-    scorer = Scorer(model)
-    scorer.prepare(model, CPU)
-    assert scorer.shares_prompts is True, "the check is not deceived by dropout"
+    logprob_model = LogprobModel(model)
+    logprob_model.prepare(model, CPU)
+    assert logprob_model.use_prompt_sharing is True, "the check is not deceived by dropout"
     model.train()
-    with torch.no_grad(), scorer.attention():
-        with dropout_off(model):
-            quiet = [scorer.score(model, batch).logprobs for _ in range(2)]
-        noisy = [scorer.score(model, batch).logprobs for _ in range(2)]
+    with torch.no_grad(), logprob_model.attention():
+        with disable_dropout(model):
+            quiet = [logprob_model.logprobs(model, batch).logprobs for _ in range(2)]
+        noisy = [logprob_model.logprobs(model, batch).logprobs for _ in range(2)]
     assert torch.equal(*quiet) and not torch.equal(*noisy)
 
 
@@ -323,7 +323,7 @@ def test_the_model_is_its_own_again_after_an_error(tmp_path, inside, monkeypatch
     if inside == "check":
         monkeypatch.setattr(attention, "_packed", breaks)
     else:
-        trainer.policy_update.scorer.prepare(model, CPU)
+        trainer.forward_backward.logprob_model.prepare(model, CPU)
         register = layer.register_forward_hook if inside == "forward" else layer.register_full_backward_hook
         register(breaks)
     with pytest.raises(Broken):
@@ -409,9 +409,9 @@ def variant(kind, family, **config):
 
 
 UNFIT = {
-    "linear attention": (lambda: family_model("Qwen3.5"), "off by"),
-    "drops the layout": (lambda: variant(DropsTheLayout, "Llama"), "does not take packed rows"),
-    "ignores the layout": (lambda: variant(HasItsOwnAttention, "Llama"), "off by"),
+    "linear attention": (lambda: family_model("Qwen3.5"), "log-probs differ by"),
+    "drops the layout": (lambda: variant(DropsTheLayout, "Llama"), "does not accept packed sequences"),
+    "ignores the layout": (lambda: variant(HasItsOwnAttention, "Llama"), "log-probs differ by"),
     "no further keywords": (lambda: variant(NoFurtherKeywords, "Llama"), "no further keywords"),
     # Longer than anything in here: no number could tell.
     "hides its windows": (lambda: variant(HidesItsWindows, "Mistral", sliding_window=256), "sliding windows"),
@@ -424,12 +424,12 @@ def test_a_model_that_cannot_share_is_noticed_told_once_and_trained_all_the_same
     trainer = make_trainer(tmp_path / "asked", model=build(), num_iterations=2, max_steps=2)
     spy = Spy(trainer)
     trainer.train()
-    assert trainer.policy_update.scorer.shares_prompts is False
+    assert trainer.forward_backward.logprob_model.use_prompt_sharing is False
     told = [record.message for record in caplog.records if "once per completion" in record.message]
     assert len(told) == 1 and reason in told[0]
 
     plain = make_trainer(tmp_path / "told", model=build(), num_iterations=2, max_steps=2)
-    plain.policy_update.scorer.shares_prompts = False
+    plain.forward_backward.logprob_model.use_prompt_sharing = False
     wanted = Spy(plain)
     plain.train()
     for step, other in zip(spy.steps, wanted.steps, strict=True):
@@ -440,26 +440,26 @@ def test_a_model_that_can_share_says_nothing(tmp_path, caplog):
     caplog.set_level(logging.INFO, "grupo")
     trainer = make_trainer(tmp_path)
     trainer.train()
-    assert trainer.policy_update.scorer.shares_prompts is True
+    assert trainer.forward_backward.logprob_model.use_prompt_sharing is True
     assert "once per completion" not in caplog.text
 
 
 def test_switched_off_nothing_is_packed_and_nothing_checked(monkeypatch):
-    monkeypatch.setattr(Scorer, "_check_sharing", lambda *_: pytest.fail("checked"))
+    monkeypatch.setattr(LogprobModel, "_check_sharing", lambda *_: pytest.fail("checked"))
     model = family_model("Llama")
-    scorer = Scorer(model, share_prompts=False)
-    scorer.prepare(model, CPU)
-    assert scorer.shares_prompts is False
-    with scorer.attention():
+    logprob_model = LogprobModel(model, use_prompt_sharing=False)
+    logprob_model.prepare(model, CPU)
+    assert logprob_model.use_prompt_sharing is False
+    with logprob_model.attention():
         assert implementations(model) == ["sdpa"] * len(implementations(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_check_allows_for_the_rounding_of_low_precision(dtype):
     model = family_model("Llama", dtype=dtype)
-    scorer = Scorer(model)
-    scorer.prepare(model, CPU)
-    assert scorer.shares_prompts is True
+    logprob_model = LogprobModel(model)
+    logprob_model.prepare(model, CPU)
+    assert logprob_model.use_prompt_sharing is True
 
 
 def test_the_layout_keyword_is_one_that_no_model_has():
@@ -472,12 +472,12 @@ def test_the_layout_keyword_is_one_that_no_model_has():
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-def tokens_of(rows: Sequence[Sample], packed: bool) -> int:
+def tokens_of(rows: Sequence[TrainingSample], packed: bool) -> int:
     batch = collate(rows, pad_token_id=2, device=CPU, packed=packed)
     return batch.input_ids.numel()
 
 
-def fewest_parts(group: Sequence[Sample], rows: int, budget: int | None) -> int:
+def fewest_parts(group: Sequence[TrainingSample], rows: int, budget: int | None) -> int:
     """Filled one after the other, the longest completions first."""
     prompt, parts, count, tokens = len(group[0].prompt_ids), 0, 0, 0
     for length in sorted((len(sample.completion_ids) for sample in group), reverse=True):
@@ -544,8 +544,8 @@ def test_the_token_budget_changes_no_gradient(tmp_path, monkeypatch, packed, los
     passes = set()
     for budget in (1, 17, 40, 100):
         trainer = make_trainer(tmp_path / str(budget), **options)
-        trainer.policy_update.token_budget = budget
-        trainer.policy_update.scorer.shares_prompts = packed
+        trainer.forward_backward.token_budget = budget
+        trainer.forward_backward.logprob_model.use_prompt_sharing = packed
         spy = Spy(trainer)
         with monkeypatch.context() as patch:
             batches = recorded_batches(patch)
@@ -563,7 +563,7 @@ def test_a_batch_of_one_is_room_for_one_of_the_longest_rows(tmp_path, monkeypatc
     trainer = make_trainer(
         tmp_path / "one", max_completion_length=40, per_device_train_batch_size=1, gradient_accumulation_steps=16
     )
-    trainer.policy_update.scorer.shares_prompts = packed
+    trainer.forward_backward.logprob_model.use_prompt_sharing = packed
     room = max(len(row.token_ids) for row in trainer.train_rows) + 40
     spy = Spy(trainer)
     with monkeypatch.context() as patch:
@@ -582,14 +582,14 @@ def test_gradients_of_the_trainer_are_those_of_padded_rows(tmp_path):
     options = {"num_iterations": 2, "max_steps": 2, "beta": 0.1, "top_entropy_quantile": 0.6, "entropy_coef": 0.05}
     packed = make_trainer(tmp_path / "packed", **options)
     padded = make_trainer(tmp_path / "padded", **options)
-    padded.policy_update.scorer.shares_prompts = False
+    padded.forward_backward.logprob_model.use_prompt_sharing = False
     spies = [Spy(packed), Spy(padded)]
     for trainer in (packed, padded):
         trainer.train()
-    assert packed.policy_update.scorer.shares_prompts is True
+    assert packed.forward_backward.logprob_model.use_prompt_sharing is True
     for step, wanted in zip(spies[0].steps, spies[1].steps, strict=True):
         assert distance(step.gradients, wanted.gradients) < 1e-5
         assert step.loss == pytest.approx(wanted.loss, abs=1e-6)
         assert step.metrics["entropy"] == pytest.approx(wanted.metrics["entropy"], rel=1e-5)
-        assert step.metrics["scored_tokens"] < wanted.metrics["scored_tokens"]
+        assert step.metrics["computed_tokens"] < wanted.metrics["computed_tokens"]
     assert gradients(packed.model).keys() == gradients(padded.model).keys()

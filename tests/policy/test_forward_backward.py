@@ -10,7 +10,8 @@ import torch
 from transformers import TrainerCallback
 
 from grupo.errors import TrainingError
-from grupo.models.memory import activation_bytes_per_token, activations_in_host_memory, default_token_budget
+from grupo.models.activation_offload import offload_activations
+from grupo.models.memory import activation_bytes_per_token, default_token_budget
 from tests.models.test_activation_recompute import kept_bytes
 from tiny import tiny_model
 from tiny_trainer import make_trainer
@@ -49,7 +50,7 @@ def assert_same(found, wanted):
 def test_a_token_budget_changes_no_gradient(tmp_path, budget):
     wanted = first_gradients(one_batch(tmp_path / "free"))
     trainer = one_batch(tmp_path / "cut", micro_batch_tokens=budget)
-    assert trainer.policy_update.token_budget == budget
+    assert trainer.forward_backward.token_budget == budget
     assert_same(first_gradients(trainer), wanted)
     assert json.loads((tmp_path / "cut" / "manifest.json").read_text())["micro_batch_tokens"] == budget
 
@@ -67,8 +68,8 @@ def test_activations_leave_and_weights_stay(monkeypatch):
     copied = []
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda t, **more: copied.append(t) or empty_like(t, **more))
-    monkeypatch.setattr("grupo.models.memory.SMALLEST_OFFLOADED", 1)
-    with activations_in_host_memory(model):
+    monkeypatch.setattr("grupo.models.activation_offload.SMALLEST_OFFLOADED", 1)
+    with offload_activations(model):
         loss = model(input_ids=torch.arange(20)[None]).logits.square().mean()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert copied and not weights & {tensor.untyped_storage().data_ptr() for tensor in copied}
@@ -83,8 +84,8 @@ def test_activations_leave_and_weights_stay(monkeypatch):
 def test_one_out_of_memory_halves_the_budget_and_the_step_is_made_again(tmp_path, caplog):
     wanted = first_gradients(one_batch(tmp_path / "free"))
     trainer = one_batch(tmp_path / "full")
-    update, scorer = trainer.policy_update, trainer.policy_update.scorer
-    scored, score = [], scorer.score
+    update, logprob_model = trainer.forward_backward, trainer.forward_backward.logprob_model
+    scored, score = [], logprob_model.logprobs
 
     def limited(module, batch, **more):
         scored.append(batch.input_ids.numel())
@@ -92,7 +93,7 @@ def test_one_out_of_memory_halves_the_budget_and_the_step_is_made_again(tmp_path
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return score(module, batch, **more)
 
-    scorer.score = limited
+    logprob_model.logprobs = limited
     with caplog.at_level(logging.WARNING, logger="grupo"):
         found = first_gradients(trainer)
     assert_same(found, wanted)
@@ -104,28 +105,28 @@ def test_one_out_of_memory_halves_the_budget_and_the_step_is_made_again(tmp_path
 
 def test_what_does_not_fit_alone_is_said(tmp_path):
     trainer = one_batch(tmp_path)
-    scorer, score = trainer.policy_update.scorer, trainer.policy_update.scorer.score
+    logprob_model, score = trainer.forward_backward.logprob_model, trainer.forward_backward.logprob_model.logprobs
 
     def none_fits(module, batch, **more):
         if torch.is_grad_enabled():
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
         return score(module, batch, **more)
 
-    scorer.score = none_fits
+    logprob_model.logprobs = none_fits
     with pytest.raises(TrainingError, match="gradient_checkpointing=True"):
         trainer.train()
 
 
 def test_other_errors_of_the_model_go_through(tmp_path):
     trainer = one_batch(tmp_path)
-    score = trainer.policy_update.scorer.score
+    score = trainer.forward_backward.logprob_model.logprobs
 
     def broken(module, batch, **more):
         if torch.is_grad_enabled():
             raise RuntimeError("shapes do not fit")
         return score(module, batch, **more)
 
-    trainer.policy_update.scorer.score = broken
+    trainer.forward_backward.logprob_model.logprobs = broken
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         trainer.train()
 

@@ -1,4 +1,4 @@
-"""Scored log-probs against an unpadded forward of the model's own, on tiny models of several kinds."""
+"""Log-probs of completions against an unpadded forward pass, on tiny models of several kinds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from grupo.policy.batching import collate, micro_batches
-from grupo.policy.logprob_model import Scorer, dropout_off
-from grupo.types import Sample
+from grupo.policy.logprob_model import LogprobModel, disable_dropout
+from grupo.types import TrainingSample
 from tiny import tiny_model
 
 CPU = torch.device("cpu")
 
 
 def sample(prompt, completion, advantage=1.0, **more):
-    return Sample(tuple(prompt), tuple(completion), advantage, True, True, None, **more)
+    return TrainingSample(tuple(prompt), tuple(completion), advantage, True, True, None, **more)
 
 
 def random_samples(count=6, seed=0, longest=20):
@@ -43,7 +43,7 @@ def by_hand(model, item, temperature=1.0):
 
 def scores(model, items, **settings):
     batch = collate(items, pad_token_id=2, device=CPU)
-    return Scorer(model, **settings).score(model, batch).logprobs
+    return LogprobModel(model, **settings).logprobs(model, batch).logprobs
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -61,7 +61,7 @@ def test_equals_an_unpadded_forward(tied, temperature):
 
 
 def test_neighbours_and_padding_do_not_matter():
-    """A prompt of 3 tokens and a completion of 5, alone and beside a prompt of 60 (TRL PR #2708, issue #6800)."""
+    """A prompt of 3 tokens and a completion of 5, alone and with a prompt of 60 (huggingface/trl PR #2708, #6800)."""
     model = tiny_model()
     short, long = sample([7, 8, 9], [10, 11, 12, 13, 1]), sample(range(6, 66), [20, 21])
     alone = scores(model, [short])[0]
@@ -70,11 +70,11 @@ def test_neighbours_and_padding_do_not_matter():
 
 
 def test_pad_token_may_be_a_token_of_the_text():
-    """pad = eos: the same id as end of turn in the prompt is attended to, and as stop token it is scored."""
+    """With pad = eos, the same id ends a turn in the prompt, is attended to, and is the stop token."""
     model = tiny_model()
     item = sample([7, 1, 8, 1, 9], [10, 11, 1])
     batch = collate([item, sample(range(6, 40), range(6, 30))], pad_token_id=1, device=CPU)
-    result = Scorer(model).score(model, batch).logprobs[0, :3]
+    result = LogprobModel(model).logprobs(model, batch).logprobs[0, :3]
     torch.testing.assert_close(result.double(), by_hand(model, item), rtol=0, atol=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_micro_batches_hold_every_sample_once():
     assert sorted(id(item) for part in parts for item in part) == sorted(id(item) for item in items)
 
 
-def test_softcap_is_noticed_and_scored_exactly():
+def test_softcap_is_noticed_and_computed_exactly():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
@@ -107,9 +107,9 @@ def test_softcap_is_noticed_and_scored_exactly():
         )
     )  # fmt: skip
     items = random_samples(3)
-    scorer = Scorer(model)
-    result = scorer.score(model, collate(items, pad_token_id=2, device=CPU)).logprobs
-    assert scorer.reads_hidden_states is False
+    logprob_model = LogprobModel(model)
+    result = logprob_model.logprobs(model, collate(items, pad_token_id=2, device=CPU)).logprobs
+    assert logprob_model.reads_hidden_states is False
     for row, item in enumerate(items):
         torch.testing.assert_close(
             result[row, : len(item.completion_ids)].double(), by_hand(model, item), rtol=0, atol=1e-5
@@ -127,44 +127,23 @@ def test_forward_wrapped_by_someone_else_is_noticed():
 
     model.forward = louder
     items = random_samples(3)
-    scorer = Scorer(model)
-    result = scorer.score(model, collate(items, pad_token_id=2, device=CPU)).logprobs
-    assert scorer.reads_hidden_states is False
+    logprob_model = LogprobModel(model)
+    result = logprob_model.logprobs(model, collate(items, pad_token_id=2, device=CPU)).logprobs
+    assert logprob_model.reads_hidden_states is False
     torch.testing.assert_close(
         result[0, : len(items[0].completion_ids)].double(), by_hand(model, items[0]), rtol=0, atol=1e-5
     )
 
 
 def test_adapter_on_the_head_is_trained():
-    """Reading the base weight of a head with an adapter would train nothing there (TRL issue #4612)."""
+    """Reading the base weight of a head with an adapter would train nothing there (huggingface/trl #4612)."""
     model = get_peft_model(tiny_model(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head", "q_proj"]))
     items = random_samples(3)
-    scorer = Scorer(model)
-    result = scorer.score(model, collate(items, pad_token_id=2, device=CPU)).logprobs
+    logprob_model = LogprobModel(model)
+    result = logprob_model.logprobs(model, collate(items, pad_token_id=2, device=CPU)).logprobs
     result.sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if "lm_head" in name and "lora_B" in name}
     assert gradients and all(g is not None and g.abs().sum() > 0 for g in gradients.values())
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_changes_no_gradient(reentrant):
-    def gradients(checkpointing):
-        model = get_peft_model(
-            tiny_model(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-        )
-        model.train()
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        scores(model, random_samples()).sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-
-    torch.manual_seed(1)
-    plain = gradients(False)
-    torch.manual_seed(1)
-    checkpointed = gradients(True)
-    for name, gradient in plain.items():
-        torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_is_off_while_training_stays_on():
@@ -176,7 +155,7 @@ def test_dropout_is_off_while_training_stays_on():
     items = random_samples(2)
     noisy = [scores(model, items) for _ in range(2)]
     assert not torch.equal(*noisy)
-    with dropout_off(model):
+    with disable_dropout(model):
         assert model.training
         quiet = [scores(model, items) for _ in range(2)]
     assert torch.equal(*quiet)
@@ -200,7 +179,7 @@ def test_reference_policy_is_the_start_and_leaves_the_policy_alone():
     with reference.active():
         assert torch.equal(scores(model, items), start)
     assert torch.equal(scores(model, items), moved)
-    reference.mix_in_policy(0.25)
+    reference.soft_update(0.25)
     with reference.active():
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.detach(), before[name] + 0.025)

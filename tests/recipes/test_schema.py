@@ -1,24 +1,18 @@
-"""Recipes and the rows that they name: what is read, what is refused, and what the built-in tasks hold."""
+"""Recipes: how they are read, overridden and written, and which are refused."""
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from datasets import Dataset, DatasetDict
 
 from grupo.config import GRPOConfig
-from grupo.data.prompts import PromptTokenizer, tokenize_rows
-from grupo.errors import ConfigError, DataError
+from grupo.errors import ConfigError
 from grupo.recipes.data import recipe_rows
-from grupo.recipes.schema import Recipe, built_in_recipes, load_recipe, to_yaml
+from grupo.recipes.schema import Recipe
+from grupo.recipes.yaml_io import built_in_recipes, load_recipe, to_yaml
 from grupo.rewards.registry import make_reward
-from grupo.tasks.registry import TASKS, make_task
-from tiny import tiny_tokenizer
 
 
 def written(folder: Path, content: str) -> str:
@@ -99,6 +93,27 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     assert load_recipe(written(tmp_path, to_yaml(load_recipe(None)))) == load_recipe(None)
 
 
+def test_a_bare_no_is_text(tmp_path: Path) -> None:
+    """In YAML 1.1 it was false. Where a setting is true or false, it still is."""
+    text = "task: times-tables\ntraining: {save_strategy: no, optim: on}\neval: {enabled: no}"
+    for recipe in (
+        load_recipe(written(tmp_path, text)),
+        load_recipe(None, ["training={save_strategy: no, optim: on}"]),
+    ):
+        assert recipe.training == {"save_strategy": "no", "optim": "on"}
+    assert load_recipe(written(tmp_path, text)).eval.enabled is False
+
+
+def test_anchors_and_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
+    text = "task: times-tables\nlora: &l {r: 4, alpha: 8}\ntraining: {<<: [*l, {seed: 1}], r: 5}"
+    assert load_recipe(written(tmp_path, text)).training == {"r": 5, "alpha": 8, "seed": 1}
+
+
+def test_the_yaml_of_a_recipe_is_plain() -> None:
+    """Anything that reads YAML can read it."""
+    assert yaml.safe_load(to_yaml(load_recipe(None)))["task"] == "times-tables"
+
+
 def test_tokens_of_the_hub_are_not_written_down() -> None:
     """The file and the card with it go to the Hub."""
     secret = {"hub_token": "hf_secret", "max_steps": 3, "model_init_kwargs": {"token": "hf_secret", "revision": "main"}}
@@ -116,23 +131,26 @@ def test_tokens_of_the_hub_are_not_written_down() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("task: times-tables\nmodle: x", "`modle` is no setting of a recipe. Did you mean 'model'?"),
-        ("task: times-tables\nlora: {alfa: 3}", "`lora.alfa` is no setting of a recipe. Did you mean 'alpha'?"),
-        ("task: times-tables\neval: {enable: no}", "`eval.enable` is no setting of a recipe. Did you mean 'enabled'?"),
+        ("task: times-tables\nmodle: x", "`modle` is not a setting of a recipe. Did you mean 'model'?"),
+        ("task: times-tables\nlora: {alfa: 3}", "`lora.alfa` is not a setting of a recipe. Did you mean 'alpha'?"),
+        (
+            "task: times-tables\neval: {enable: no}",
+            "`eval.enable` is not a setting of a recipe. Did you mean 'enabled'?",
+        ),
         (
             "task: times-tables\nrewards: [number_match, {name: tag_format, wieght: 2}]",
-            "`rewards.1.wieght` is no setting of a recipe. Did you mean 'weight'?",
+            "`rewards.1.wieght` is not a setting of a recipe. Did you mean 'weight'?",
         ),
-        ("task: times-tables\ndataset: {path: x.jsonl}", "It has `task` (times-tables) and `dataset`"),
+        ("task: times-tables\ndataset: {path: x.jsonl}", "It has both `task` (times-tables) and `dataset`"),
         ("model: x", "It names no data: give `task`"),
         ("dataset: {path: x.jsonl}", "A `dataset` needs `rewards`"),
         ("dataset: {prompt: x}\nrewards: [number_match]", "`dataset.path`: Field required."),
         ("task: times-tables\nlora: {r: many}", "`lora.r`: Input should be a valid integer"),
         ("task: times-tables\nlora: {r: 0}", "`lora.r`: Input should be greater than or equal to 1"),
-        ("task: times-tables\nlora: {layers: [0]}", "`lora`: `layers` needs the modules in them by name"),
+        ("task: times-tables\nlora: {layers: [0]}", "`lora`: `layers` needs the names of the modules"),
         (
             "task: times-tables\nsft: {dataset: {pth: x}}",
-            "`sft.dataset.pth` is no setting of a recipe. Did you mean 'path'?",
+            "`sft.dataset.pth` is not a setting of a recipe. Did you mean 'path'?",
         ),
         ("task: times-tables\nrewards: number_match", "`rewards`: Input should be a valid list"),
         ("task: times-tables\ntraining: 3", "`training`: Input should be a valid dictionary"),
@@ -140,12 +158,12 @@ def test_tokens_of_the_hub_are_not_written_down() -> None:
             "task: times-tables\neval: {samples_per_prompt: 2.5}",
             "`eval.samples_per_prompt`: Input should be a valid integer",
         ),
-        ("task: times-tables\nmodel: a\nmodel: b", "`model` is there twice, in lines 2 and 3."),
+        ("task: times-tables\nmodel: a\nmodel: b", 'line 3: found duplicate key "model"'),
         (
             "task: times-tables\ntraining:\n  max_steps: 3\n  seed: 1\n  max_steps: 4",
-            "`max_steps` is there twice, in lines 3 and 5.",
+            'line 5: found duplicate key "max_steps"',
         ),
-        ("task: times-tables\nlora: {r: 1, r: 1}", "`r` is there twice, in lines 2 and 2."),
+        ("task: times-tables\nlora: {r: 1, r: 1}", 'line 2: found duplicate key "r"'),
         ("task: [", "is not valid YAML"),
         ("just text", "must be a mapping"),
         ("", "must be a mapping"),
@@ -174,189 +192,14 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ("training..max_steps=3", "is not of the form key=value"),
         ("model.name=x", "`model` is a value, not a group of settings"),
         ("training.max_steps.more=x", "`training.max_steps` is a value, not a group of settings"),
-        ("rewards=[number_match", "the value is not valid YAML"),
-        ("lora={r: 1, r: 2}", "`r` is there twice"),
-        ("trainin.max_steps=3", "`trainin` is no setting of a recipe. Did you mean 'training'?"),
-        ("dataset.path=x.jsonl", "take one out, for example by --set task=null"),
+        ("rewards=[number_match", "is not valid YAML"),
+        ("lora={r: 1, r: 2}", 'found duplicate key "r"'),
+        ("trainin.max_steps=3", "`trainin` is not a setting of a recipe. Did you mean 'training'?"),
+        ("dataset.path=x.jsonl", "remove one, for example by --set task=null"),
     ],
 )
 def test_overrides_with_mistakes_are_named(override: str, said: str) -> None:
     assert said in refused(None, override)
-
-
-# ---- rows of a dataset -----------------------------------------------------------------------------------------------
-
-QUESTIONS = [{"question": f"{n} + 1?", "gold": n + 1, "level": "easy"} for n in range(10)]
-
-
-def dataset_recipe(path: Path, **spec: Any) -> Recipe:
-    return Recipe.model_validate(
-        {"dataset": {"path": str(path), "prompt": "question", **spec}, "rewards": ["number_match"]}
-    )
-
-
-def write_rows(path: Path) -> Path:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS), encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(QUESTIONS), encoding="utf-8")
-    elif path.suffix == ".csv":
-        Dataset.from_list(QUESTIONS).to_csv(path)
-    elif path.suffix == ".parquet":
-        Dataset.from_list(QUESTIONS).to_parquet(path)
-    elif path.name == "saved":
-        Dataset.from_list(QUESTIONS).save_to_disk(path)
-    else:
-        DatasetDict({"train": Dataset.from_list(QUESTIONS)}).save_to_disk(path)
-    return path
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "saved", "saved-with-splits"])
-def test_local_files_give_the_same_rows(name: str, tmp_path: Path) -> None:
-    recipe = dataset_recipe(write_rows(tmp_path / name), rename={"gold": "answer"}, system="Be brief.")
-    rows, held_out = recipe_rows(recipe, seed=0)
-    assert held_out == []
-    assert rows == [
-        {
-            "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["question"]}],
-            "answer": row["gold"],
-            "level": "easy",
-        }
-        for row in QUESTIONS
-    ]
-
-
-def test_a_split_of_a_local_file_is_honoured_or_refused(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl")
-    rows, _ = recipe_rows(dataset_recipe(path, split="train[2:5]"), seed=0)
-    assert [row["gold"] for row in rows] == [3, 4, 5]
-    for name, said in (
-        ("rows.jsonl", 'Unknown split "test"'),
-        ("saved", "without splits"),
-        ("saved-with-splits", "test"),
-    ):
-        with pytest.raises(DataError, match=said):
-            recipe_rows(dataset_recipe(write_rows(tmp_path / name), split="test"), seed=0)
-        with pytest.raises(DataError, match=r"dataset.name='main' has no effect"):
-            recipe_rows(dataset_recipe(tmp_path / name, name="main"), seed=0)
-
-
-def test_anchors_and_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
-    text = "task: times-tables\ntraining: &all {seed: 1}\neval: {enabled: false}\nlora: {r: 4}"
-    assert load_recipe(written(tmp_path, text)).training == {"seed": 1}
-    text = "task: times-tables\nlora: &l {r: 4, alpha: 8}\neval: {<<: {enabled: false}, <<: {samples_per_prompt: 2}}"
-    assert load_recipe(written(tmp_path, text)).eval.samples_per_prompt == 2
-
-
-def test_questions_become_conversations_unless_chat_is_off(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl")
-    assert recipe_rows(dataset_recipe(path), 0)[0][0]["prompt"] == [{"role": "user", "content": "0 + 1?"}]
-    assert recipe_rows(dataset_recipe(path, chat=False), 0)[0][0]["prompt"] == "0 + 1?"
-
-
-def test_held_out_rows_are_no_training_rows(tmp_path: Path) -> None:
-    recipe = dataset_recipe(write_rows(tmp_path / "rows.jsonl"), held_out=4)
-    rows, held_out = recipe_rows(recipe, seed=0)
-    golds = [row["gold"] for row in rows], [row["gold"] for row in held_out]
-    assert len(golds[1]) == 4 and sorted(golds[0] + golds[1]) == list(range(1, 11))
-    assert recipe_rows(recipe, seed=0) == (rows, held_out)
-    assert recipe_rows(recipe, seed=1) != (rows, held_out)
-
-
-def test_rows_keep_their_numbers_behind_the_split(tmp_path: Path) -> None:
-    tokenizer = PromptTokenizer(tiny_tokenizer())
-    path = write_rows(tmp_path / "rows.jsonl")
-    for part in recipe_rows(dataset_recipe(path, held_out=4, rename={"gold": "answer"}), seed=0):
-        rows = tokenize_rows(part, tokenizer)
-        assert [row.row for row in rows] == [row.columns["answer"] - 1 for row in rows], "answers are numbers + 1"
-    broken = [*QUESTIONS[:7], {**QUESTIONS[7], "question": None}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in broken), encoding="utf-8")
-    with pytest.raises(DataError, match="The prompt of row 7 is NoneType"):
-        for part in recipe_rows(dataset_recipe(path, held_out=4), seed=0):
-            tokenize_rows(part, tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"prompt": "problem"}, "dataset.prompt='problem' is no column"),
-        (
-            {"rename": {"answer": "gold"}},
-            "dataset.rename names 'answer', which is no column beside the question; those are ",
-        ),
-        ({"rename": {"gold": "level"}}, "would be called 'level'"),
-        ({"rename": {"gold": "prompt"}}, "would be called 'prompt'"),
-        ({"held_out": 10}, "dataset.held_out=10 leaves nothing to train on"),
-    ],
-)
-def test_columns_that_do_not_fit_are_named(spec: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=re.escape(said)):
-        recipe_rows(dataset_recipe(write_rows(tmp_path / "rows.jsonl"), **spec), 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("rows.jsonl", '{"question": "a", "gold": 1}\n{"question": "ä", "gold": 1}\n'),
-        ("rows.csv", "question,gold\nä,1"),
-    ],
-)
-def test_a_file_in_another_encoding_is_refused(name: str, text: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match=r"line 2 is not in UTF-8 .*0xe4"):
-        recipe_rows(dataset_recipe(path), 0)
-    path.write_bytes(text.encode("utf-8"))
-    assert recipe_rows(dataset_recipe(path), 0)[0][-1]["prompt"] == [{"role": "user", "content": "ä"}]
-
-
-# ---- built-in tasks --------------------------------------------------------------------------------------------------
-
-
-def facts(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """(a, b) of each question, after a check of its answer."""
-    found = []
-    for row in rows:
-        (message,) = row["prompt"]
-        a, b = (int(number) for number in re.fullmatch(r"What is (\d+) \* (\d+)\?", message["content"]).groups())  # type: ignore[union-attr]
-        assert message["role"] == "user" and row["answer"] == str(a * b)
-        found.append((a, b))
-    return found
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_times_tables_hold_out_whole_facts(seed: int) -> None:
-    task = make_task("times-tables", seed)
-    train, held_out = facts(task.train), facts(task.held_out)
-    everything = {(a, b) for a in range(2, 13) for b in range(2, 13)}
-    assert len(train) + len(held_out) == len(everything) and {*train, *held_out} == everything
-    unordered = [{tuple(sorted(fact)) for fact in side} for side in (train, held_out)]
-    assert [len(side) for side in unordered] == [46, 20]
-    assert not unordered[0] & unordered[1], "the mirror of a held-out product would give it away"
-    assert {(b, a) for a, b in held_out} == set(held_out)
-
-
-def test_times_tables_depend_on_the_seed_alone() -> None:
-    assert make_task("times-tables", 3) == make_task("times-tables", 3)
-    assert make_task("times-tables", 3).held_out != make_task("times-tables", 4).held_out
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_no_task_trains_on_a_held_out_prompt(name: str) -> None:
-    task = make_task(name)
-    assert not {str(row["prompt"]) for row in task.train} & {str(row["prompt"]) for row in task.held_out}
-    for reward, arguments in task.rewards.items():
-        make_reward(reward, **arguments)
-
-
-def test_an_unknown_task_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'times-tables'"):
-        make_task("time-table")
-
-
-def test_the_yaml_of_a_recipe_is_plain() -> None:
-    """Anything that reads YAML can read it."""
-    assert yaml.safe_load(to_yaml(load_recipe(None)))["task"] == "times-tables"
 
 
 def test_a_weight_that_is_no_finite_number_is_refused() -> None:

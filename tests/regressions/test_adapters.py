@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.models.peft_setup import add_adapter
-from grupo.rollout.local.inference_copy import decoding_copy
+from grupo.rollout.local.inference_copy import make_inference_copy
 from harness import gradient_of, logs_of, relative_error, token_logprobs
 from tiny import tiny_model, tiny_tokenizer
 
@@ -112,8 +112,8 @@ class Spy:
     """Compares the gradient of each step with that of one plain forward per completion."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
-        self.update, self.model, self.errors = trainer.policy_update, trainer.model, []
-        trainer.policy_update = self  # type: ignore[assignment]
+        self.update, self.model, self.errors = trainer.forward_backward, trainer.model, []
+        trainer.forward_backward = self  # type: ignore[assignment]
 
     def __call__(self, model: Any, samples: Any, **keywords: Any) -> Any:
         result = self.update(model, samples, **keywords)
@@ -180,7 +180,7 @@ def live(root: Path, kind: Kind, *, tied: bool) -> Life:
     trainer.save_model(str(root / "saved"))
     with torch.no_grad():
         trainer.model.eval()
-        logits, copied = trainer.model(input_ids=IDS).logits, decoding_copy(trainer.model)
+        logits, copied = trainer.model(input_ids=IDS).logits, make_inference_copy(trainer.model)
         assert copied is not None
         gap = float((copied(input_ids=IDS).logits - logits).abs().max())
     return Life(

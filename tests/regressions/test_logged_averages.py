@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grupo import GRPOConfig, GRPOTrainer, ScriptedEngine
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from harness import (
     EOS,
     SETTINGS,
@@ -119,7 +119,7 @@ def computed_again(trainer, watch):
         rows = []
         for number in range(8):
             prompt = trainer.train_rows[2 * rollout + number // 4]
-            ids = script(prompt.draw(0), number % 4)
+            ids = script(prompt.to_prompt(0), number % 4)
             passes = [2 * rollout, 2 * rollout + 1]
             with torch.no_grad():
                 logprobs = {step: token_logprobs(models[step], prompt.token_ids, ids) for step in {0, *passes}}
@@ -191,7 +191,6 @@ def wanted_metrics(rollouts, steps):
         "rewards/reward/failed_share": 0.0,
         "reward_within_group_std": mean([group.std() for group in groups]),
         "frac_reward_zero_std": dead,
-        "live_group_share": 1 - dead,
         "completions/mean_length": mean([row.length for row in rows]),
         "completions/min_length": min(row.length for row in rows),
         "completions/max_length": max(row.length for row in rows),
@@ -269,7 +268,7 @@ def test_losses_counts_and_times(tmp_path):
     third, _ = run(tmp_path / "third", "dapo")
     single, grouped = logs_of(every), logs_of(third)
     per_prompt = [
-        sum(len(row.token_ids) + len(script(row.draw(0), place)) for place in range(4)) for row in third.train_rows
+        sum(len(row.token_ids) + len(script(row.to_prompt(0), place)) for place in range(4)) for row in third.train_rows
     ]
     per_rollout = [sum(per_prompt[first : first + 2]) for first in (0, 2, 4)]
     sampled = [sum(per_rollout[: 1 + step // 2]) for step in range(STEPS)]
@@ -287,7 +286,7 @@ def test_losses_counts_and_times(tmp_path):
         assert line["tokens_per_second"] == pytest.approx(tokens / (3 * line["step_time"]))
         rollouts = 2 if index == 0 else 1
         inside = 3 * line["time/updating"] + rollouts * sum(
-            line[f"time/{name}"] for name in ("generating", "rewarding", "scoring")
+            line[f"time/{name}"] for name in ("generating", "rewarding", "logprobs")
         )
         assert 0.5 < inside / (3 * line["step_time"]) <= 1
 
@@ -313,8 +312,10 @@ def test_no_log_line_where_none_is_wanted(tmp_path):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_padding_and_computed_tokens_by_hand(tmp_path, monkeypatch, packed, multiple):
     batches = recorded_batches(monkeypatch)
-    monkeypatch.setattr(Scorer, "_check_sharing", lambda *_: packed)
-    monkeypatch.setattr(GRPOTrainer, "_longest_row", lambda _: None)  # or more than 2 short rows would fit
+    monkeypatch.setattr(LogprobModel, "_check_sharing", lambda *_: packed)
+    monkeypatch.setattr(
+        "grupo.trainer.components.longest_sequence", lambda *_: None
+    )  # or more than 2 short rows would fit
     trainer, _ = run(tmp_path, "dapo", max_steps=2, logging_steps=2, pad_to_multiple_of=multiple)
     in_updates = [batch for batch in batches if batch.reference_logprobs is not None and batch.loss_mask.any()]
     assert sorted(len(batch.lengths) for batch in in_updates) == [1, 1, 2, 2, 2, 2, 2, 2], "one row abstained"
@@ -327,7 +328,7 @@ def test_padding_and_computed_tokens_by_hand(tmp_path, monkeypatch, packed, mult
     (line,) = logs_of(trainer)
     assert (tokens < total) == (not packed or multiple is not None)
     assert line["padding_share"] == pytest.approx((total - tokens) / total)
-    assert line["scored_tokens"] == total / 2, "a mean over two steps"
+    assert line["computed_tokens"] == total / 2, "a mean over two steps"
 
 
 def test_the_policy_loss_is_the_loss_without_the_bonus(tmp_path):

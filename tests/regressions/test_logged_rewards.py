@@ -254,7 +254,7 @@ def test_one_of_several_evaluation_sets_chooses(tmp_path, metric):
     [
         ("reward", RewardError, "metric_for_best_model='reward', and the evaluation has none, because no completion"),
         ("rewards/reward/mean", RewardError, "the reward functions abstained on all of them"),
-        ("accuracy", ConfigError, "metric_for_best_model='accuracy' is no metric of an evaluation.*eval_live_group"),
+        ("accuracy", ConfigError, "metric_for_best_model='accuracy' is no metric of an evaluation.*eval_frac_reward"),
     ],
 )
 @pytest.mark.parametrize("watcher", [{"load_best_model_at_end": True}, {"lr_scheduler_type": "reduce_lr_on_plateau"}])

@@ -227,7 +227,7 @@ def test_rows_are_the_same_whatever_holds_them(tmp_path, holder, kind):
 
 
 def test_a_column_without_a_name_is_refused_at_the_start(tmp_path):
-    with pytest.raises(DataError, match="column called 3"):
+    with pytest.raises(DataError, match="column named 3"):
         make_trainer(tmp_path, Capture(), [{"prompt": "ab", 3: 1}] * 2)
 
 

@@ -208,7 +208,7 @@ def test_a_row_that_all_functions_abstain_on_is_left_out_and_told(tmp_path, sett
 def test_a_group_that_all_functions_abstain_on_is_dead(tmp_path):
     trainer = run_two(tmp_path, [None] * 4 + A[4:], [None] * 4 + B[4:])
     assert advantages_of(trainer)[:4].tolist() == [0, 0, 0, 0] and advantages_of(trainer)[4:].abs().min() > 0.8
-    assert logs_of(trainer)[0]["live_group_share"] == 0.5
+    assert logs_of(trainer)[0]["frac_reward_zero_std"] == 0.5
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

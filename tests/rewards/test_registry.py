@@ -14,7 +14,6 @@ ARGUMENTS = {
     "soft_overlong_punishment": {"max_completion_len": 10, "soft_punish_cache": 2},
     "cosine_scaled": {"max_len": 10, "gold_column": "answer"},
     "rubric": {"checks": [{"name": "thanks", "points": 1.0, "contains": "thanks"}]},
-    "email_rubric": {"keyword_column": "answer", "ideal_column": "answer", "recipient_column": "answer"},
 }
 ASKS_A_MODEL = {"llm_judge", "reward_model"}
 
@@ -36,6 +35,8 @@ def test_every_name_makes_a_reward_that_scores(name: str) -> None:
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no reward named 'number_mach'\. Did you mean 'number_match'\?.*tag_format"):
         make_reward("number_mach")
+    with pytest.raises(ConfigError, match=r"copy it and name `examples/rewards/prose.py:readability`"):
+        make_reward("readability")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         ("token_length", {"target": None}, r"target=None: it takes a whole number"),
         ("math_accuracy", {"tolerance": "0.1"}, r"tolerance='0.1': it takes a number"),
         ("math_accuracy", {"require_box": "no"}, r"require_box='no': it takes True or False"),
-        ("number_match", {"gold_column": 5}, r"gold_column=5: it takes a text"),
+        ("number_match", {"gold_column": 5}, r"gold_column=5: it takes a string"),
         ("number_match", {"gold_column": "final answer"}, r"Column 'final answer' cannot be named.*dataset.rename"),
         ("cosine_scaled", {"max_len": 5, "gold_column": "class"}, r"Column 'class' cannot be named"),
         ("number_match", {"extraction": {"sources": 5}}, r"cannot be made with these values of extraction"),

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, TrainingError
-from grupo.runs.checkpoint import MARKER, UNFINISHED, damage, put_finished_in_place, write_checkpoint
+from grupo.runs.checkpoint import MARKER, UNFINISHED, checkpoint_problems, recover_finished, write_checkpoint
 from grupo.runs.folder import RunFolder
 from tiny import tiny_model
 from tiny_trainer import make_trainer, weights
@@ -77,7 +77,7 @@ def test_every_file_of_a_checkpoint_is_checked(spoil: Any, tmp_path: Path, caplo
             trainer.checkpoint_to_resume(str(newest))
         assert trainer.checkpoint_to_resume(True) == str(older)
         (said,) = caplog.messages
-        assert said.startswith(f"{newest} is damaged ({name} ") and said.endswith(f"the run goes on from {older}.")
+        assert said.startswith(f"{newest} is damaged ({name} ") and said.endswith(f"the run continues from {older}.")
         (newest / name).write_bytes(whole)
     assert trainer.checkpoint_to_resume(True) == str(newest)
 
@@ -90,7 +90,7 @@ def test_without_a_whole_checkpoint_nothing_is_begun_anew_in_silence(tmp_path: P
         make(tmp_path).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize(("name", "said"), [("checkpoint-9", "no such folder"), (".", "is missing or damaged")])
+@pytest.mark.parametrize(("name", "said"), [("checkpoint-9", "folder does not exist"), (".", "is missing or damaged")])
 def test_a_folder_that_is_no_checkpoint(name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         make(tmp_path).train(resume_from_checkpoint=str(tmp_path / name))
@@ -100,8 +100,8 @@ def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint to resume from"):
         make(tmp_path).train(resume_from_checkpoint=True)
     make(tmp_path, max_steps=1, save_only_model=True).train()
-    assert not damage(tmp_path / "checkpoint-1") and not list(tmp_path.glob("checkpoint-1/*.pt*"))
-    with pytest.raises(ConfigError, match=r"checkpoint-1 has weights alone: .*save_only_model=True"):
+    assert not checkpoint_problems(tmp_path / "checkpoint-1") and not list(tmp_path.glob("checkpoint-1/*.pt*"))
+    with pytest.raises(ConfigError, match=r"checkpoint-1 holds only weights: .*save_only_model=True"):
         make(tmp_path).train(resume_from_checkpoint=True)
 
 
@@ -123,7 +123,7 @@ def test_a_process_that_dies_while_it_writes_leaves_the_earlier_checkpoint(tmp_p
             raise Dies
 
         with pytest.raises(Dies):
-            write_checkpoint(tmp_path / "checkpoint-2", dies, about={}, seals=True, all_gather=lambda item: [item])
+            write_checkpoint(tmp_path / "checkpoint-2", dies, about={}, is_writer=True, all_gather=lambda item: [item])
         assert checkpoints(tmp_path) == ["checkpoint-1"] and (tmp_path / UNFINISHED).is_dir()
         assert make(tmp_path).checkpoint_to_resume(True) == str(tmp_path / "checkpoint-1")
         assert not (tmp_path / UNFINISHED).exists()
@@ -136,8 +136,10 @@ def test_a_sealed_checkpoint_is_put_in_place(tmp_path: Path) -> None:
     (tmp_path / UNFINISHED).mkdir()
     (tmp_path / "checkpoint-2").rename(tmp_path / UNFINISHED / "checkpoint-2")
     shutil.copytree(tmp_path / "checkpoint-1", tmp_path / UNFINISHED / "checkpoint-2-older")
-    put_finished_in_place(tmp_path)
-    assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2"] and not damage(tmp_path / "checkpoint-2")
+    recover_finished(tmp_path)
+    assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2"] and not checkpoint_problems(
+        tmp_path / "checkpoint-2"
+    )
     assert not (tmp_path / UNFINISHED).exists()
 
 
@@ -145,10 +147,12 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     for content in ("old", "new"):
         problem = write_checkpoint(
             tmp_path / "checkpoint-1", lambda folder, text=content: (folder / "file").write_text(text),
-            about={"step": 1}, seals=True, all_gather=lambda item: [item],
+            about={"step": 1}, is_writer=True, all_gather=lambda item: [item],
         )  # fmt: skip
         assert problem is None
-    assert (tmp_path / "checkpoint-1" / "file").read_text() == "new" and not damage(tmp_path / "checkpoint-1")
+    assert (tmp_path / "checkpoint-1" / "file").read_text() == "new" and not checkpoint_problems(
+        tmp_path / "checkpoint-1"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
@@ -194,22 +198,25 @@ def test_on_a_full_disk_the_run_goes_on_and_the_last_checkpoint_stays(
     trainer.train()
     failed = [record for record in caplog.records if "could not be written" in record.message]
     assert len(failed) == 2 and all(f": {error}: " in record.message for record in failed)
-    assert all("with checkpoint-1 as the last one" in record.message for record in failed)
-    assert checkpoints(tmp_path) == ["checkpoint-4"] and not damage(tmp_path / "checkpoint-4")
+    assert all("with checkpoint-1 as its last one" in record.message for record in failed)
+    assert checkpoints(tmp_path) == ["checkpoint-4"] and not checkpoint_problems(tmp_path / "checkpoint-4")
     assert not (tmp_path / UNFINISHED).exists()
     assert trainer.state.global_step == 4
 
 
 def test_until_the_next_checkpoint_is_whole_the_last_one_is_not_deleted(tmp_path: Path) -> None:
     on_a_full_disk(make(tmp_path, save_total_limit=1), 10, {2, 3, 4}).train()
-    assert checkpoints(tmp_path) == ["checkpoint-1"] and not damage(tmp_path / "checkpoint-1")
+    assert checkpoints(tmp_path) == ["checkpoint-1"] and not checkpoint_problems(tmp_path / "checkpoint-1")
 
 
 def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(tmp_path, max_steps=2)
     (tmp_path / UNFINISHED).write_text("a file, so that no folder can be made")
     trainer.train()
-    assert "The checkpoint of step 1 could not be written" in caplog.text and "make room, or allow it" in caplog.text
+    assert (
+        "The checkpoint of step 1 could not be written" in caplog.text
+        and "free some space, or allow writing" in caplog.text
+    )
     assert trainer.state.global_step == 2 and not checkpoints(tmp_path)
 
 
@@ -229,7 +236,7 @@ def test_records_that_cannot_be_written_end_the_run_with_a_sentence(name: str, t
     (tmp_path / name).rename(tmp_path / "kept")
     (tmp_path / name).mkdir()
     trainer = make(tmp_path)
-    with pytest.raises(TrainingError, match=f"{name} cannot be written: Is a directory. Make room"):
+    with pytest.raises(TrainingError, match=f"{name} cannot be written: Is a directory. Free some space"):
         trainer.train(resume_from_checkpoint=True)
     (tmp_path / name).rmdir()
     (tmp_path / "kept").rename(tmp_path / name)
@@ -297,7 +304,7 @@ def test_a_run_that_is_stopped_keeps_its_newest_checkpoint_beside_the_best(name:
 
     class Stops(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            stopped.stop_signals.received = signal.SIGTERM if state.global_step == 3 else None
+            stopped.stop_signals.signum = signal.SIGTERM if state.global_step == 3 else None
 
     stopped = trainer(Stops())
     with pytest.raises(SystemExit):
@@ -375,7 +382,7 @@ def test_what_came_after_the_checkpoint_is_cut_and_kept(tmp_path: Path, caplog: 
     tables = sorted(path.name for path in (tmp_path / "cut" / "completions").iterdir())
     assert tables == ["completions_00003.parquet", "completions_00004.parquet"]
     assert checkpoints(tmp_path / "cut") == ["checkpoint-3", "checkpoint-4"]
-    assert "9 of completions.jsonl, 3 of metrics.jsonl, 2 of completions, 2 of checkpoints" in caplog.text
+    assert "(completions.jsonl: 9, metrics.jsonl: 3, completions: 2, checkpoints: 2)" in caplog.text
     assert (tmp_path / "completions" / "completions_all.parquet").is_file()
     with pytest.raises(ConfigError, match="among what was cut"):
         make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
@@ -392,4 +399,4 @@ def test_lines_that_are_lost_are_said_to_be(tmp_path: Path, caplog: pytest.LogCa
     make(tmp_path, max_steps=2).train()
     os.truncate(tmp_path / "metrics.jsonl", 100)
     make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert "metrics.jsonl has 100 bytes, and had" in caplog.text
+    assert "metrics.jsonl has 100 bytes, but had" in caplog.text

@@ -16,10 +16,10 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.config.batch_plan import StepPlan
-from grupo.config.field_support import FIELD_ROWS, Treatment
+from grupo.config.field_support import FIELD_ENTRIES, FieldSupport
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.runs.resume_check import ACCEPTABLE, FIXED, FREE, WATCHED, names_of_changes
-from grupo.trainer.setup import compared_settings
+from grupo.runs.resume_check import IGNORED, LOCKED, METRIC_DRIVEN, OVERRIDABLE, parse_accepted_changes
+from grupo.trainer.resume_fingerprint import resume_fingerprint
 from tiny import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"say {index}"} for index in range(8)]
@@ -143,9 +143,9 @@ def test_what_a_checkpoint_depends_on_cannot_change(changed, said, tmp_path):
     other(max_steps=1).train()
     with pytest.raises(ConfigError, match=said) as raised:
         other(**changed).train(resume_from_checkpoint=True)
-    assert "To train on with new ones, start a new run" in str(raised.value)
+    assert "To train with the new values, start a new run" in str(raised.value)
     name = said.split()[0]
-    with pytest.raises(ConfigError, match=f"'{name}', which cannot change within a run"):
+    with pytest.raises(ConfigError, match=f"'{name}', which cannot change during a run"):
         other(**changed).train(resume_from_checkpoint=True, accept_changes=[name])
 
 
@@ -168,7 +168,7 @@ def test_what_makes_it_another_run_is_accepted_by_name(before, changed, name, tm
     with pytest.raises(ConfigError, match=rf"{name} was .* and is .*accept_changes=\['{name}'\]"):
         make(tmp_path, **settings).train(resume_from_checkpoint=True)
     make(tmp_path, **settings).train(resume_from_checkpoint=True, accept_changes=name)
-    assert f"From here on the run is another one, as asked for: {name} was" in caplog.text
+    assert f"Continuing with changed settings, as accepted: {name} was" in caplog.text
     # What comes after is that other run.
     make(tmp_path, **settings).train(resume_from_checkpoint=True)
 
@@ -176,13 +176,13 @@ def test_what_makes_it_another_run_is_accepted_by_name(before, changed, name, tm
 def test_a_misspelt_change_is_not_taken_for_one(tmp_path):
     make(tmp_path, max_steps=1).train()
     for accepted, said in (
-        (["reward"], r"'reward', which cannot change within a run\. Did you mean 'rewards'"),
-        (["save_steps"], "save_steps, which may change in any case: leave it out"),
-        (True, r"accept_changes=True: expected the names of settings, as in accept_changes=\['steps'"),
+        (["reward"], r"'reward', which cannot change during a run\. Did you mean 'rewards'"),
+        (["save_steps"], "save_steps, which may always change: remove it"),
+        (True, r"accept_changes=True must be a list of setting names, such as accept_changes=\['steps'"),
     ):
         with pytest.raises(ConfigError, match=said):
             make(tmp_path).train(resume_from_checkpoint=True, accept_changes=accepted)
-    assert names_of_changes("steps, rewards,") == ["steps", "rewards"]
+    assert parse_accepted_changes("steps, rewards,") == ["steps", "rewards"]
 
 
 def test_what_changes_no_number_needs_no_word(tmp_path):
@@ -200,11 +200,11 @@ def test_what_changes_no_number_needs_no_word(tmp_path):
 
 def test_every_setting_is_free_asked_for_or_fixed():
     """Who adds a field says in `same_run` what becomes of it when a run is resumed."""
-    honoured = {name for name, row in FIELD_ROWS.items() if row.treatment is Treatment.HONOURED}
-    assert honoured | {"steps", "rewards", "stop"} == FREE | ACCEPTABLE | FIXED
+    honoured = {name for name, row in FIELD_ENTRIES.items() if row.support is FieldSupport.HONOURED}
+    assert honoured | {"steps", "rewards", "stop"} == IGNORED | OVERRIDABLE | LOCKED
     # A free field with a compared entry of its name is compared as resolved, or where something depends on it.
-    assert WATCHED | {"reward_weights"} == FREE & ACCEPTABLE
-    assert not FIXED & (FREE | ACCEPTABLE)
+    assert METRIC_DRIVEN | {"reward_weights"} == IGNORED & OVERRIDABLE
+    assert not LOCKED & (IGNORED | OVERRIDABLE)
 
 
 def test_settings_of_evaluations_are_compared_where_the_learning_rate_follows_them(tmp_path):
@@ -214,8 +214,8 @@ def test_settings_of_evaluations_are_compared_where_the_learning_rate_follows_th
     }  # fmt: skip
     for settings in (watching, {**watching, "lr_scheduler_type": "constant"}):
         config = GRPOConfig(str(tmp_path), report_to=[], **settings)
-        compared = compared_settings(config, StepPlan.from_config(config, num_prompts=8))
-        assert WATCHED & compared.keys() == (WATCHED if settings is watching else set())
+        compared = resume_fingerprint(config, StepPlan.from_config(config, num_prompts=8))
+        assert METRIC_DRIVEN & compared.keys() == (METRIC_DRIVEN if settings is watching else set())
 
 
 def test_the_same_sampling_by_another_field_is_the_same_run(tmp_path):
@@ -346,5 +346,5 @@ def test_target_modules_of_an_optimizer_that_the_model_lacks(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "galore_torch", types.ModuleType("galore_torch"))
     sys.modules["galore_torch"].__spec__ = importlib.machinery.ModuleSpec("galore_torch", None)
     monkeypatch.setattr("grupo.config.optimizer.Trainer.get_optimizer_cls_and_kwargs", looks_for_modules)
-    with pytest.raises(ConfigError, match="cannot be made: No target modules found"):
+    with pytest.raises(ConfigError, match="cannot be created: No target modules found"):
         make(tmp_path, optim="galore_adamw", optim_target_modules=["nowhere"])

@@ -55,7 +55,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
         run(tmp_path / "parts", rewards=sends(number, step), **settings)
     assert number == signal.SIGINT or raised.value.code == 143
     checkpoint = tmp_path / "parts" / f"checkpoint-{step}"
-    assert f"The run was stopped behind step {step}; its last checkpoint is {checkpoint}." in caplog.messages
+    assert f"The run was stopped after step {step}; its last checkpoint is {checkpoint}." in caplog.messages
     assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == [checkpoint.name]
     parts = run(tmp_path / "parts", resume=True, accept=("rewards",), **settings)
     assert_same_run(parts, whole)

@@ -37,8 +37,8 @@ def train(folder: Path, resume: bool, report: Callable[[str], None]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     trainer = run_of(folder, **SETTINGS)
     for phase, owner, name in (
-        ("rollout", trainer, "_roll_out"),
-        ("backward", trainer, "policy_update"),
+        ("rollout", trainer.window, "_fill"),
+        ("backward", trainer, "forward_backward"),
         ("checkpoint", trainer, "_save_checkpoint"),
     ):
         setattr(owner, name, _Reported(getattr(owner, name), phase, trainer, report))

@@ -1,4 +1,4 @@
-"""Random tiny-vocabulary optimizer steps for the loss tests, and how to run grupo's objective on them.
+"""Random tiny-vocabulary optimizer steps for the loss tests, and how to run grupo's loss on them.
 
 Legend: B completions, T tokens, V vocabulary. A case is numpy float64 only; `Settings` are the options of the loss.
 """
@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from grupo.algo import LossInputs, LossOutput, Objective, StepTotals
+from grupo.algo.losses import GRPOLoss, LossInputs, LossOutput, StepTotals
+from grupo.algo.terms import LossSettings
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gspo")
 LEVELS = ("token", "sequence")
+
+
+def grpo_loss(**settings: Any) -> GRPOLoss:
+    return GRPOLoss(LossSettings(**settings))
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,9 @@ class Settings:
     entropy_coef: float = 0.0
     top_entropy_quantile: float = 1.0
 
-    def objective(self) -> Objective:
+    def loss_function(self) -> GRPOLoss:
         own = {"entropy_coef", "top_entropy_quantile"}
-        return Objective(**{name: value for name, value in vars(self).items() if name not in own})
+        return grpo_loss(**{name: value for name, value in vars(self).items() if name not in own})
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def totals_of(case: Case) -> StepTotals:
     threshold = threshold_of(case)
     acting = case.mask if threshold is None else case.mask & (entropies(case.logits) >= threshold)
     return StepTotals(
-        tokens=int(case.mask.sum()), rows=int(case.mask.any(axis=1).sum()), entropy_tokens=int(acting.sum())
+        tokens=int(case.mask.sum()), completions=int(case.mask.any(axis=1).sum()), entropy_tokens=int(acting.sum())
     )
 
 
@@ -156,7 +160,7 @@ def run_grupo(
     garbage: float | None = None,
     extra_columns: int = 0,
 ) -> Result:
-    """The real objective over the step, cut into `micro_batches`.
+    """The real loss of the step, cut into `micro_batches`.
 
     `garbage` is put at every masked position of every (B, T) input; `extra_columns` pads the rows on the right.
     """
@@ -167,7 +171,7 @@ def run_grupo(
     for piece in pieces:
         part = case.rows(piece)
         logits = torch.tensor(part.logits, dtype=dtype, requires_grad=True)
-        output = case.settings.objective()(
+        output = case.settings.loss_function()(
             _inputs(part, logits, threshold, garbage, extra_columns), totals, entropy_coef=case.settings.entropy_coef
         )
         output.loss.backward()
@@ -180,6 +184,10 @@ def run_grupo(
         policy_loss=sum(output.policy_loss.item() for output in outputs),
         metrics=_merge(outputs),
     )
+
+
+def loss_inputs(case: Case) -> LossInputs:
+    return _inputs(case, torch.tensor(case.logits, requires_grad=True), threshold_of(case), None, 0)
 
 
 def _inputs(

@@ -7,25 +7,15 @@ differences in the first can check the hand gradients too.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from loss_cases import Case, Result, entropies, log_softmax, threshold_of
+from loss_cases import Case, Result, Settings, entropies, log_softmax, threshold_of
 
 SAPO_TEMPERATURES = {True: 1.0, False: 1.05}
 VESPO_SHAPE_AND_RATE = {True: (2.0, 3.0), False: (3.0, 2.0)}
-FAMILY = {
-    "grpo": "clip",
-    "bnpo": "clip",
-    "dr_grpo": "clip",
-    "dapo": "clip",
-    "luspo": "clip",
-    "gspo": "clip",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "vespo": "vespo",
-}
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ def _step(
     case: Case, logprobs: np.ndarray, frozen: np.ndarray, entropy: np.ndarray
 ) -> tuple[float, float, np.ndarray, np.ndarray]:
     """Loss, loss without entropy bonus, and the gradients by log-prob and by entropy, both (B, T)."""
-    settings = case.settings
+    settings, row = case.settings, REFERENCES[case.settings.loss_type]
     threshold = threshold_of(case)
     rows = [i for i in range(len(case.advantages)) if case.mask[i].any()]
     all_tokens = sum(int(case.mask[i].sum()) for i in rows)
@@ -82,13 +72,15 @@ def _step(
         tokens = np.flatnonzero(case.mask[i])
         old = frozen[i] if case.old is None else case.old[i]
         log_ratios = {t: logprobs[i, t] - old[t] for t in tokens}
-        whole_sequence = settings.importance_sampling_level == "sequence" or settings.loss_type == "gspo"
+        whole_sequence = row.level == "sequence" or (
+            row.level is None and settings.importance_sampling_level == "sequence"
+        )
         sequence_ratio = math.exp(sum(log_ratios.values()) / len(tokens))
         kept = _is_kept(case, i, tokens, frozen)
         frozen_log_ratio = sum(min(max(frozen[i, t] - old[t], -20.0), 20.0) for t in tokens)
 
         for t in tokens:
-            weight = _weight(settings.loss_type, len(tokens), len(rows), all_tokens, settings.max_completion_length)
+            weight = row.weight(len(tokens), len(rows), all_tokens, settings.max_completion_length)
             ratio = sequence_ratio if whole_sequence else math.exp(log_ratios[t])
             frozen_ratio = (
                 math.exp(sum(frozen[i, u] - old[u] for u in tokens) / len(tokens))
@@ -96,7 +88,8 @@ def _step(
                 else math.exp(frozen[i, t] - old[t])
             )
             if kept and (i, t) in acting:
-                term = _policy_term(case, case.advantages[i], ratio, frozen_ratio, frozen_log_ratio, logprobs[i, t])
+                token = Token(case.advantages[i], ratio, frozen_ratio, frozen_log_ratio, logprobs[i, t])
+                term = row.term(settings, token)
                 policy_loss += weight * term.value
                 by_logprob[i, t] += weight * term.by_logprob
                 if whole_sequence:
@@ -122,17 +115,6 @@ def _step(
     return loss, policy_loss, by_logprob, by_entropy
 
 
-def _weight(loss_type: str, own_tokens: int, rows: int, all_tokens: int, max_completion_length: int) -> float:
-    """What one token's term is multiplied by in the step's loss."""
-    if loss_type in ("grpo", "gspo", "sapo"):
-        return 1 / (own_tokens * rows)
-    if loss_type == "luspo":
-        return 1 / rows
-    if loss_type == "dr_grpo":
-        return 1 / (rows * max_completion_length)
-    return 1 / all_tokens
-
-
 def _is_kept(case: Case, i: int, tokens: np.ndarray, frozen: np.ndarray) -> bool:
     threshold = case.settings.off_policy_mask_threshold
     if threshold is None or case.advantages[i] >= 0:
@@ -147,29 +129,86 @@ def _is_kept(case: Case, i: int, tokens: np.ndarray, frozen: np.ndarray) -> bool
     return drift / len(tokens) <= threshold
 
 
-def _policy_term(
-    case: Case, advantage: float, ratio: float, frozen_ratio: float, frozen_log_ratio: float, logprob: float
-) -> Term:
-    settings = case.settings
-    family = FAMILY[settings.loss_type]
-    if family == "clip":
-        high = 1 + (settings.epsilon_high if settings.epsilon_high is not None else settings.epsilon)
-        low = 1 - settings.epsilon
-        free, free_slope = (ratio, 1.0) if settings.delta is None or ratio < settings.delta else (settings.delta, 0.0)
-        bounded, bounded_slope = (ratio, 1.0) if low < ratio < high else (min(max(ratio, low), high), 0.0)
-        if free * advantage <= bounded * advantage:
-            return Term(-free * advantage, -free_slope * advantage, 0.0)
-        return Term(-bounded * advantage, -bounded_slope * advantage, 0.0)
-    if family == "cispo":
-        cap = 5.0 if settings.epsilon_high is None else settings.epsilon_high
-        weight = min(frozen_ratio, cap) * advantage
-        return Term(-weight * logprob, 0.0, -weight)
-    if family == "sapo":
-        temperature = SAPO_TEMPERATURES[bool(advantage > 0)]
-        gate = 1 / (1 + math.exp(-temperature * (ratio - 1)))
-        return Term(-4 / temperature * gate * advantage, -4 * gate * (1 - gate) * advantage, 0.0)
-    shape, rate = VESPO_SHAPE_AND_RATE[bool(advantage >= 0)]
-    log_w = min(max(frozen_log_ratio, math.log(1e-8)), 20.0)
+@dataclass(frozen=True)
+class Token:
+    """What a term is a function of."""
+
+    advantage: float
+    ratio: float
+    frozen_ratio: float
+    """The ratio under a stop-gradient."""
+    frozen_log_ratio: float
+    """Sum over the completion, under a stop-gradient."""
+    logprob: float
+
+
+def clip(settings: Settings, token: Token) -> Term:
+    ratio, advantage = token.ratio, token.advantage
+    high = 1 + (settings.epsilon_high if settings.epsilon_high is not None else settings.epsilon)
+    low = 1 - settings.epsilon
+    free, free_slope = (ratio, 1.0) if settings.delta is None or ratio < settings.delta else (settings.delta, 0.0)
+    bounded, bounded_slope = (ratio, 1.0) if low < ratio < high else (min(max(ratio, low), high), 0.0)
+    if free * advantage <= bounded * advantage:
+        return Term(-free * advantage, -free_slope * advantage, 0.0)
+    return Term(-bounded * advantage, -bounded_slope * advantage, 0.0)
+
+
+def cispo(settings: Settings, token: Token) -> Term:
+    cap = 5.0 if settings.epsilon_high is None else settings.epsilon_high
+    weight = min(token.frozen_ratio, cap) * token.advantage
+    return Term(-weight * token.logprob, 0.0, -weight)
+
+
+def sapo(settings: Settings, token: Token) -> Term:
+    temperature = SAPO_TEMPERATURES[bool(token.advantage > 0)]
+    gate = 1 / (1 + math.exp(-temperature * (token.ratio - 1)))
+    return Term(-4 / temperature * gate * token.advantage, -4 * gate * (1 - gate) * token.advantage, 0.0)
+
+
+def vespo(settings: Settings, token: Token) -> Term:
+    shape, rate = VESPO_SHAPE_AND_RATE[bool(token.advantage >= 0)]
+    log_w = min(max(token.frozen_log_ratio, math.log(1e-8)), 20.0)
     exponent = rate + shape * log_w - rate * math.exp(log_w)
     phi = math.exp(exponent) if exponent > -700 else 0.0
-    return Term(-phi * advantage * logprob, 0.0, -phi * advantage)
+    return Term(-phi * token.advantage * token.logprob, 0.0, -phi * token.advantage)
+
+
+# What one token's term is multiplied by in the loss of the step.
+
+
+def by_sequence(own_tokens: int, rows: int, all_tokens: int, max_completion_length: int) -> float:
+    return 1 / (own_tokens * rows)
+
+
+def by_row(own_tokens: int, rows: int, all_tokens: int, max_completion_length: int) -> float:
+    return 1 / rows
+
+
+def by_token(own_tokens: int, rows: int, all_tokens: int, max_completion_length: int) -> float:
+    return 1 / all_tokens
+
+
+def by_fixed_length(own_tokens: int, rows: int, all_tokens: int, max_completion_length: int) -> float:
+    return 1 / (rows * max_completion_length)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A loss: its term, the weight of a token, and the level of the ratio where the loss fixes it."""
+
+    term: Callable[[Settings, Token], Term]
+    weight: Callable[[int, int, int, int], float]
+    level: str | None = None
+
+
+REFERENCES = {
+    "grpo": Reference(clip, by_sequence),
+    "bnpo": Reference(clip, by_token),
+    "dr_grpo": Reference(clip, by_fixed_length),
+    "dapo": Reference(clip, by_token),
+    "cispo": Reference(cispo, by_token),
+    "sapo": Reference(sapo, by_sequence),
+    "luspo": Reference(clip, by_row),
+    "vespo": Reference(vespo, by_token),
+    "gspo": Reference(clip, by_sequence, level="sequence"),
+}

@@ -75,4 +75,4 @@ def assert_same_run(parts: GRPOTrainer, whole: GRPOTrainer) -> None:
     assert tables(first) == tables(second)
     assert parts.state.num_input_tokens_seen == whole.state.num_input_tokens_seen > 0
     assert without_clock(parts.state.log_history) == without_clock(whole.state.log_history)
-    assert parts.prompt_stream.state_dict() == whole.prompt_stream.state_dict()
+    assert parts.window.stream.state_dict() == whole.window.stream.state_dict()

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.rollout.scripted import ScriptedEngine
-from grupo.types import Sample
+from grupo.types import TrainingSample
 from tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -89,22 +89,22 @@ def make_trainer(
 class Step:
     """What one optimizer step was given and what it left, before clipping."""
 
-    samples: list[Sample]
+    samples: list[TrainingSample]
     gradients: dict[str, torch.Tensor | None]
     loss: float
     metrics: dict[str, float]
 
 
 class Spy:
-    """Stands in for a trainer's PolicyUpdate and writes down every step."""
+    """Stands in for a trainer's ForwardBackward and writes down every step."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
-        self.update = trainer.policy_update
+        self.update = trainer.forward_backward
         self.model = trainer.model
         self.steps: list[Step] = []
-        trainer.policy_update = self  # type: ignore[assignment]
+        trainer.forward_backward = self  # type: ignore[assignment]
 
-    def __call__(self, model: torch.nn.Module, samples: list[Sample], *, entropy_coef: float = 0.0) -> Any:
+    def __call__(self, model: torch.nn.Module, samples: list[TrainingSample], *, entropy_coef: float = 0.0) -> Any:
         result = self.update(model, samples, entropy_coef=entropy_coef)
         self.steps.append(Step(list(samples), gradients(self.model), float(result.loss), result.metrics.means()))
         return result

@@ -22,8 +22,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from grupo.errors import GrupoError
-from grupo.evals.pass_rates import measured_pass_rates
-from grupo.policy.logprob_model import Scorer
+from grupo.evals.pass_rates import estimate_pass_rates
+from grupo.policy.logprob_model import LogprobModel
 from tiny import tiny_model
 from tiny_trainer import EOS, PROMPTS, Spy, gradients, make_trainer, reward, scripted_ids, weights
 
@@ -74,24 +74,24 @@ def train(
 
 
 class PassCounter:
-    """Rows of each forward pass of the scorer, with and without gradient; its checks at the start are none."""
+    """Rows of each forward pass of the logprob_model, with and without gradient; its checks at the start are none."""
 
     def __enter__(self) -> None:
         self.with_gradient: list[int] = []
         self.without_gradient: list[int] = []
-        self.score = score = Scorer.score
+        self.logprobs = logprobs = LogprobModel.logprobs
 
-        def counting(scorer: Any, module: Any, batch: Any, **keywords: Any) -> Any:
-            if scorer.shares_prompts is not None:
+        def counting(logprob_model: Any, module: Any, batch: Any, **keywords: Any) -> Any:
+            if logprob_model.use_prompt_sharing is not None:
                 (self.with_gradient if torch.is_grad_enabled() else self.without_gradient).append(
                     int(batch.loss_mask.any(1).sum())
                 )
-            return score(scorer, module, batch, **keywords)
+            return logprobs(logprob_model, module, batch, **keywords)
 
-        Scorer.score = counting  # type: ignore[method-assign]
+        LogprobModel.logprobs = counting  # type: ignore[method-assign]
 
     def __exit__(self, *_: Any) -> None:
-        Scorer.score = self.score  # type: ignore[method-assign]
+        LogprobModel.logprobs = self.logprobs  # type: ignore[method-assign]
 
 
 def adapted_model() -> Any:
@@ -388,7 +388,7 @@ def all_signal_resumed(folder: Path) -> dict[str, Any]:
 
 def pass_rates(folder: Path) -> dict[str, Any]:
     trainer = make_trainer(folder, script=None, per_device_train_batch_size=16 // WORLD_SIZE, ddp_timeout=60)
-    return {"rates": measured_pass_rates(trainer, PROMPTS[:3], samples=3)}
+    return {"rates": estimate_pass_rates(trainer, PROMPTS[:3], samples=3)}
 
 
 Scenario = Callable[[Path], dict[str, Any]]

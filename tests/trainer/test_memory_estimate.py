@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from families import family_model
 from grupo import GRPOConfig
 from grupo.models.peft_setup import add_adapter
-from grupo.models.quantization import quantization_config, quantized_layers
-from grupo.rollout.local.decoders import Calls, RowDecoder
-from grupo.rollout.local.inference_copy import copied_bytes, decoding_copy
+from grupo.models.quantization import quantization_config
+from grupo.rollout.local.decoders import ForwardSignature, RowDecoder
+from grupo.rollout.local.inference_copy import inference_copy_bytes, make_inference_copy
 from grupo.trainer.memory_estimate import REMEDIES, MemoryEstimate, memory_estimate
+from grupo.utils.quantized_layers import quantized_layers
 from suite.measure import MIB
 from suite.models import load
 from suite.recipes import RECIPES
@@ -137,7 +138,7 @@ def test_a_large_weight_is_asked_for_by_a_smaller_one():
 @torch.no_grad()
 def test_the_cache_is_the_one_that_rows_of_full_length_fill(prompt, completion, rows):
     model = tiny_model()
-    decoder = RowDecoder(model, calls=Calls(model), slots=rows)
+    decoder = RowDecoder(model, signature=ForwardSignature(model), slots=rows)
     with decoder.attention():
         (entry,) = decoder.prefill([(3,) * prompt])
         decoder.enter(entry, rows)
@@ -170,7 +171,7 @@ COPIED = {
 @pytest.mark.parametrize("name", COPIED)
 def test_the_copy_that_decodes_has_as_many_new_bytes(folder, name):
     model = COPIED[name](folder)
-    copy = decoding_copy(model)
+    copy = make_inference_copy(model)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     new = 0
     for module in copy.modules():
@@ -178,7 +179,7 @@ def test_the_copy_that_decodes_has_as_many_new_bytes(folder, name):
             new += module.packed.numel() * module.packed.element_size()
         elif type(module).__name__ == "_Linear" and module.weight.untyped_storage().data_ptr() not in own:
             new += module.weight.nbytes
-    assert copied_bytes(model, "cpu", autocast=False) == new
+    assert inference_copy_bytes(model, "cpu", autocast=False) == new
     assert new or name == "DoRA"
 
 
@@ -199,7 +200,7 @@ def test_each_saving_saves():
     assert estimate(adapter, beta=0.1, **fixed).reference == plain.trainable > plain.reference == 0
     assert estimate(adapter, quantization="nf4", **fixed).weights["nf4"] < plain.weights["float32"] / 6
     assert estimate(full, device_type="cuda", **fixed).head > estimate(adapter, device_type="cuda", **fixed).head
-    assert estimate(adapter, free=1000, **fixed).decoding_copy == 0 < plain.decoding_copy
+    assert estimate(adapter, free=1000, **fixed).inference_copy == 0 < plain.inference_copy
 
 
 def test_the_meta_device_tells_the_same(tmp_path):
@@ -235,10 +236,10 @@ def test_what_does_not_fit_is_said_with_what_to_set():
     assert found.warning(GIB) is None
     warning = found.warning(1000)
     assert warning is not None and "will not fit" in warning and "0 MiB are free" in warning
-    for part in ("optimizer", "gradients", "activations", "head", "decoding_copy", "cache", "sampling"):
+    for part in ("optimizer", "gradients", "activations", "head", "inference_copy", "cache", "sampling"):
         small = dict.fromkeys(MemoryEstimate.__dataclass_fields__, 1)
         shown = MemoryEstimate(**{**small, "weights": {"float32": 1}, part: 3 * GIB}).warning(GIB)
-        assert shown is not None and shown.endswith(REMEDIES[part]) and "3.0 GiB beside" in shown
+        assert shown is not None and shown.endswith(REMEDIES[part]) and "needs about 3.0 GiB" in shown
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------

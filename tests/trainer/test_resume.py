@@ -34,7 +34,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "random rewards, dropout": (
         3,
-        {"rewards": with_noise, "scoring_dropout": True, "reward_timeout": None,
+        {"rewards": with_noise, "logprob_dropout": True, "reward_timeout": None,
          "peft_config": LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.3)},
     ),
     "between two logs": (

@@ -12,7 +12,7 @@ import torch
 
 import tiny_trainer
 from grupo.errors import RewardError
-from grupo.rewards import run_alone, run_beside_scoring
+from grupo.rewards import exclusive, overlap_with_logprobs
 from tiny_trainer import Spy, make_trainer, weights
 
 OFF_POLICY = {"num_iterations": 2, "beta": 0.1, "max_steps": 4}
@@ -28,15 +28,15 @@ class Events:
         self.scored = threading.Event()
 
     def watch(self, trainer: Any) -> Any:
-        score_window = trainer.policy_update.score_window
+        add_fixed_logprobs = trainer.forward_backward.add_fixed_logprobs
 
         def watched(*args: Any, **keywords: Any) -> Any:
-            samples = score_window(*args, **keywords)
+            samples = add_fixed_logprobs(*args, **keywords)
             self.seen.append("scored")
             self.scored.set()
             return samples
 
-        trainer.policy_update.score_window = watched
+        trainer.forward_backward.add_fixed_logprobs = watched
         return trainer
 
     async def judge(self, **columns: Any) -> list[float]:
@@ -66,7 +66,7 @@ class Events:
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_reward_that_waits_goes_on_while_the_window_is_scored(tmp_path: Path, is_async: bool) -> None:
     events = Events()
-    judge = events.judge if is_async else run_beside_scoring(lambda **columns: events.waiting(**columns))
+    judge = events.judge if is_async else overlap_with_logprobs(lambda **columns: events.waiting(**columns))
     trainer = events.watch(make_trainer(tmp_path, reward_funcs=[judge, events.quick], **OFF_POLICY))
     trainer.train()
     # Two windows; the quick function computes, so it is done before.
@@ -131,7 +131,7 @@ def test_what_runs_alone_is_done_before_the_scoring(tmp_path: Path) -> None:
     async def alone(**columns: Any) -> list[float]:
         return await events.prompt(**columns)
 
-    trainer = events.watch(make_trainer(tmp_path, reward_funcs=[run_alone(alone), events.quick], beta=0.1))
+    trainer = events.watch(make_trainer(tmp_path, reward_funcs=[exclusive(alone), events.quick], beta=0.1))
     trainer.train()
     assert events.seen == ["judge", "quick", "scored"]
 
@@ -159,7 +159,7 @@ def test_errors_of_rewards_and_of_the_scoring_are_what_they_were(tmp_path: Path)
     def runs_out(*args: Any, **keywords: Any) -> Any:
         raise MemoryError("of the scoring")
 
-    trainer.policy_update.score_window = runs_out  # type: ignore[method-assign]
+    trainer.forward_backward.add_fixed_logprobs = runs_out  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="of the scoring"):
         trainer.train()
 
@@ -167,12 +167,12 @@ def test_errors_of_rewards_and_of_the_scoring_are_what_they_were(tmp_path: Path)
 def test_waiting_is_not_counted_twice(tmp_path: Path) -> None:
     events = Events()
     trainer = events.watch(make_trainer(tmp_path, reward_funcs=events.judge, beta=0.1))
-    slow = trainer.policy_update.score_window
+    slow = trainer.forward_backward.add_fixed_logprobs
 
     def slowly(*args: Any, **keywords: Any) -> Any:
         threading.Event().wait(0.5)
         return slow(*args, **keywords)
 
-    trainer.policy_update.score_window = slowly
+    trainer.forward_backward.add_fixed_logprobs = slowly
     trainer.train()
-    assert trainer.seconds["scoring"] > 0.5 > trainer.seconds["rewarding"]
+    assert trainer.training_log.seconds["logprobs"] > 0.5 > trainer.training_log.seconds["rewarding"]

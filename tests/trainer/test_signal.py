@@ -16,12 +16,13 @@ import torch
 from transformers import TrainerCallback
 
 from grupo import GRPOConfig
-from grupo.algo import compute_advantages, max_variance_subset
-from grupo.data.curriculum import AdaptiveStream, Curriculum
-from grupo.data.prompts import NumberedRows, PromptStream, TokenizedRow
-from grupo.errors import ConfigError, DataError, RewardError
-from grupo.evals.pass_rates import measured_pass_rates
-from grupo.policy.logprob_model import Scorer
+from grupo.algo.advantages import compute_advantages
+from grupo.algo.selection import max_variance_subset
+from grupo.data.prompt_stream import PromptStream, StatefulPromptStream
+from grupo.data.prompts import IndexedRows
+from grupo.errors import ConfigError, RewardError
+from grupo.evals.pass_rates import estimate_pass_rates
+from grupo.policy.logprob_model import LogprobModel
 from tiny import tiny_model
 from tiny_trainer import EOS, TOKENIZER, Spy, distance, gradients, make_trainer, reward, weights
 
@@ -65,12 +66,12 @@ MIXED = rows("aBcDEfgh")
 def test_groups_without_a_signal_make_room_for_others(tmp_path: Path) -> None:
     trainer, spy = trained(tmp_path, dataset=MIXED, **DYNAMIC)
     assert prompts_of(spy.steps[0].samples) == "agcf"
-    assert all(sample.group_is_live for sample in spy.steps[0].samples)
+    assert all(sample.group_has_signal for sample in spy.steps[0].samples)
     (line,) = training_logs(trainer)
     assert line["dynamic_sampling/rounds"] == 3
     assert line["dynamic_sampling/groups"] == 7
     assert line["dynamic_sampling/kept_share"] == pytest.approx(4 / 7)
-    assert line["dynamic_sampling/live_share"] == 1.0
+    assert line["dynamic_sampling/zero_variance_share"] == 0.0
 
 
 def test_everything_that_was_sampled_is_recorded_and_counted(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_everything_that_was_sampled_is_recorded_and_counted(tmp_path: Path) -> 
     completions = [completion for group in groups for completion in group["completions"]]
     (line,) = training_logs(trainer)
     assert line["reward"] == pytest.approx(sum(c["reward"] for c in completions) / len(completions))
-    assert line["live_group_share"] == pytest.approx(4 / 7)
+    assert line["frac_reward_zero_std"] == pytest.approx(3 / 7)
     assert line["completions/mean_length"] == pytest.approx(sum(c["tokens"] for c in completions) / len(completions))
     assert line["num_tokens"] == sum(c["tokens"] + 1 for c in completions), "each with its prompt of one token"
 
@@ -91,7 +92,7 @@ def test_what_is_dead_after_the_last_round_stays_in(tmp_path: Path) -> None:
     trainer, spy = trained(tmp_path, dataset=MIXED, **DYNAMIC, dynamic_sampling_max_rounds=1)
     assert prompts_of(spy.steps[0].samples) == "aEcf"
     (line,) = training_logs(trainer)
-    assert line["dynamic_sampling/rounds"] == 2 and line["dynamic_sampling/live_share"] == 0.75
+    assert line["dynamic_sampling/rounds"] == 2 and line["dynamic_sampling/zero_variance_share"] == 0.25
 
 
 def test_data_without_any_signal_end_after_the_last_round(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_data_without_any_signal_end_after_the_last_round(tmp_path: Path) -> Non
     trainer, spy = trained(tmp_path, dataset=rows("ABCDEF"), **DYNAMIC)
     assert all(not gradient.any() for gradient in spy.steps[0].gradients.values())
     assert [group["prompt_id"] for group in groups_in(tmp_path)] == [12, 13, 14, 15, *range(12)]
-    assert training_logs(trainer)[0]["dynamic_sampling/live_share"] == 0.0
+    assert training_logs(trainer)[0]["dynamic_sampling/zero_variance_share"] == 1.0
 
 
 def test_advantages_over_the_batch_are_those_of_the_final_groups(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_without_dead_groups_nothing_changes(tmp_path: Path) -> None:
     }  # fmt: skip
     plain, _ = trained(tmp_path / "plain", **settings)
     dynamic, _ = trained(tmp_path / "dynamic", **settings, **DYNAMIC)
-    assert type(plain.prompt_stream) is PromptStream and type(dynamic.prompt_stream) is AdaptiveStream
+    assert type(plain.window.stream) is PromptStream and type(dynamic.window.stream) is StatefulPromptStream
     for name, tensor in weights(dynamic.model).items():
         assert torch.equal(tensor, weights(plain.model)[name])
     assert list(map(without_clock, training_logs(dynamic))) == list(map(without_clock, training_logs(plain)))
@@ -196,20 +197,20 @@ def test_columns_that_rewards_log_stay_beside_their_completions(tmp_path: Path) 
 
 
 class Scored:
-    """The completions that the scorer sees, with and without gradient."""
+    """The completions that the logprob_model sees, with and without gradient."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.with_gradient: list[tuple[int, ...]] = []
         self.without: list[tuple[int, ...]] = []
-        score = Scorer.score
+        score = LogprobModel.logprobs
 
-        def spying(scorer: Any, model: Any, batch: Any, **keywords: Any) -> Any:
+        def spying(logprob_model: Any, model: Any, batch: Any, **keywords: Any) -> Any:
             seen = self.with_gradient if torch.is_grad_enabled() else self.without
             lengths = batch.completion_mask.sum(1).tolist()
             seen += [tuple(ids[:n]) for ids, n in zip(batch.completion_ids.tolist(), lengths, strict=True)]
-            return score(scorer, model, batch, **keywords)
+            return score(logprob_model, model, batch, **keywords)
 
-        monkeypatch.setattr(Scorer, "score", spying)
+        monkeypatch.setattr(LogprobModel, "logprobs", spying)
 
 
 LIVE = rows("abcd")
@@ -229,7 +230,7 @@ def test_the_gradient_is_that_of_the_chosen_completions_alone(tmp_path: Path, lo
         kept += [start + place for place in max_variance_subset(rewards, 2)]
     assert [index for index, sample in enumerate(samples) if sample.has_loss] == kept
     alone = make_trainer(tmp_path / "alone", dataset=LIVE, loss_type=loss_type)
-    alone.policy_update(alone.model, [all_samples[index] for index in kept])
+    alone.forward_backward(alone.model, [all_samples[index] for index in kept])
     assert distance(spy.steps[0].gradients, gradients(alone.model)) < 1e-6
     assert distance(spy.steps[0].gradients, whole.steps[0].gradients) > 0.1
 
@@ -242,7 +243,7 @@ def test_what_is_not_chosen_is_never_scored(tmp_path: Path, monkeypatch: pytest.
     chosen = sorted(sample.completion_ids for sample in spy.steps[0].samples if sample.has_loss)
     assert len(chosen) == 8
     assert sorted(scored.with_gradient) == sorted(2 * chosen)
-    # The scorer's check at the start scores tokens of its own.
+    # The logprob_model's check at the start scores tokens of its own.
     sampled = {sample.completion_ids for sample in spy.steps[0].samples}
     assert set(scored.without) & sampled == set(chosen) < sampled
     assert all(sample.old_logprobs and sample.reference_logprobs for sample in spy.steps[0].samples)
@@ -272,110 +273,6 @@ def test_unknown_and_masked_completions_are_never_chosen(tmp_path: Path) -> None
 
 
 # ---- curriculum ------------------------------------------------------------------------------------------------------
-
-
-def tokenized(*levels: Any) -> list[TokenizedRow]:
-    """Rows number 10, 11, 12 and so on."""
-    return [TokenizedRow(10 + i, (1,), "x", {"level": level}) for i, level in enumerate(levels)]
-
-
-def curriculum(*levels: Any, window: int = 2, threshold: float = 0.5, per_window: int = 1) -> Curriculum:
-    return Curriculum(
-        tokenized(*levels), column="level", threshold=threshold, window=window, success_reward=1.0,
-        prompts_per_window=per_window,
-    )  # fmt: skip
-
-
-def answered(level: float, *rewards: float | None) -> Any:
-    return tokenized(level)[0].draw(0), rewards
-
-
-def test_the_next_level_is_unlocked_by_the_newest_one() -> None:
-    course = curriculum(3, 1, 2, 1, 3, 2, 1)
-    assert course.drawn_from() == [1, 3, 6]
-    assert course.report([answered(1, 1.0, 0.0), answered(2, 1.0, 1.0), answered(3, 1.0, 1.0)]) == {
-        "curriculum/level": 1.0, "curriculum/success_rate": 0.5,
-    }  # fmt: skip
-    assert course.unlocked == 1, "half of two prompts is not measured yet, and other levels do not count"
-    assert course.report([answered(1, 0.0, 0.0)])["curriculum/success_rate"] == 0.25
-    assert course.report([answered(1, 1.0, 1.0)])["curriculum/success_rate"] == 0.5, "of the last two prompts"
-    assert course.unlocked == 2 and course.drawn_from() == [1, 2, 3, 5, 6]
-    assert course.report([]) == {"curriculum/level": 2.0}, "a new level has no success rate yet"
-    course.report([answered(2, 1.0), answered(2, 1.0)])
-    assert course.drawn_from() == list(range(7))
-    course.report([answered(3, 1.0), answered(3, 1.0)])
-    assert course.unlocked == 3, "there is no fourth"
-
-
-def test_what_counts_as_a_success() -> None:
-    course = curriculum(1, 1, 1, 2, window=3)
-    course.report([answered(1, 1.0 - 1e-9, 2.5, 0.99, None), answered(1, None, None)])
-    assert course.recent == [pytest.approx(2 / 3)], "unknown rewards are no failures, and unknown prompts no prompts"
-
-
-def test_a_level_smaller_than_the_window_is_measured_on_all_its_prompts() -> None:
-    course = curriculum(1, 2, 2, 2, 2, 2, window=4)
-    course.report([answered(1, 1.0)])
-    assert course.unlocked == 2
-    course.report([answered(2, 1.0)] * 3)
-    assert course.unlocked == 2
-
-
-@pytest.mark.parametrize("value", [None, "easy", float("nan"), float("inf"), [1]])
-def test_a_level_is_a_number(value: Any) -> None:
-    with pytest.raises(DataError, match=r"in row 11; a level must be a finite number"):
-        curriculum(1, value, 2)
-
-
-def test_levels_that_cannot_work() -> None:
-    with pytest.raises(
-        DataError, match=r"level=1\) has 2 prompts, .* needs 4\. The levels up to level=3 have 5 together"
-    ):
-        curriculum(1, 1, 2, 3, 3, 4, per_window=4)
-    with pytest.raises(DataError, match="is 1 in all 3 training prompts"):
-        curriculum(1, 1.0, True)
-
-
-def test_the_stream_draws_unlocked_prompts_and_never_repeats_an_id() -> None:
-    levels = [1, 2, 1, 2, 1, 1]
-    stream = AdaptiveStream(
-        tokenized(*levels), prompts_per_window=2, seed=0, curriculum=curriculum(*levels, per_window=2)
-    )
-    drawn = [*stream.window(0), *stream.window(1)]
-    assert sorted(prompt.row for prompt in drawn) == [10, 12, 14, 15]
-    refilled = stream.draw(3)
-    assert {prompt.row for prompt in refilled} < {10, 12, 14, 15}
-    stream.report([(prompt, (1.0,)) for prompt in drawn])
-    everything = [prompt for index in range(3) for prompt in stream.window(index)]
-    assert sorted(prompt.row for prompt in everything) == [10, 11, 12, 13, 14, 15], "an epoch over both levels"
-    assert [prompt.id for prompt in (*drawn, *refilled, *everything)] == list(range(13))
-
-
-def test_a_saved_stream_goes_on_where_it_was() -> None:
-    def stream() -> AdaptiveStream:
-        levels = [1, 2, 1, 2, 1, 1, 3]
-        return AdaptiveStream(
-            tokenized(*levels), prompts_per_window=2, seed=0, curriculum=curriculum(*levels, per_window=2)
-        )
-
-    def use(one: AdaptiveStream, windows: range, passes: bool = True) -> list[Any]:
-        drawn: list[Any] = []
-        for index in windows:
-            prompts = [*one.window(index), *one.draw(index % 2)]
-            outcomes = [(prompt, (float(passes and prompt.id % 3 > 0),)) for prompt in prompts]
-            drawn += [*prompts, one.report(outcomes)]
-        return drawn
-
-    whole = use(stream(), range(12))
-    assert whole[-1]["curriculum/level"] == 3
-    for saved_at in range(1, 12):
-        first, second = stream(), stream()
-        part = use(first, range(saved_at))
-        # The second one has been elsewhere: as many windows, but no success.
-        use(second, range(saved_at), passes=False)
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert second.state_dict() == first.state_dict()
-        assert part + use(second, range(saved_at, 12)) == whole
 
 
 LEVELS = [1] * 4 + [2] * 4
@@ -410,7 +307,7 @@ def test_replaced_groups_count_for_the_success_rate(tmp_path: Path) -> None:
         shuffle_dataset=True, curriculum_column="level", curriculum_window=4, dynamic_sampling_max_rounds=1, **DYNAMIC,
     )  # fmt: skip
     assert training_logs(trainer)[0]["curriculum/success_rate"] == 1.0
-    assert trainer.prompt_stream.state_dict()["unlocked"] == 2
+    assert trainer.window.stream.state_dict()["unlocked"] == 2
 
 
 # ---- resumed runs ----------------------------------------------------------------------------------------------------
@@ -467,7 +364,7 @@ def test_a_resumed_run_is_the_run_that_was_interrupted(tmp_path: Path, name: str
     resumed = real_run(tmp_path / "parts", resume=True, **settings)
     for weight, tensor in weights(whole.model).items():
         assert torch.equal(weights(resumed.model)[weight], tensor)
-    assert resumed.prompt_stream.state_dict() == whole.prompt_stream.state_dict()
+    assert resumed.window.stream.state_dict() == whole.window.stream.state_dict()
     assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen
     assert groups_in(tmp_path / "parts") == groups_in(tmp_path / "whole")
 
@@ -496,7 +393,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"num_generations_trained": 8}, ("num_generations=8", "below 8")),
         (
             {"num_generations_trained": 4, "steps_per_generation": 4, "per_device_train_batch_size": 2},
-            ("step of 2 completions takes a part of a group", "multiple of 8"),
+            ("step of 2 completions contains a partial group", "multiple of 8"),
         ),
         ({"curriculum_column": "x", "shuffle_dataset": False}, ("no effect", "random order")),
     ],
@@ -531,11 +428,11 @@ def test_pass_rates_are_the_shares_of_successes(tmp_path: Path) -> None:
     ]
     trainer = make_trainer(tmp_path, dataset=data[:1] * 4, reward_funcs=solved, script=by_place, max_prompt_length=4)
     before = weights(trainer.model)
-    assert measured_pass_rates(trainer, data) == [1.0, 0.75, None, 0.0, None]
-    assert measured_pass_rates(trainer, data, samples=2) == [1.0, 0.5, None, 0.0, None]
-    assert measured_pass_rates(trainer, data, success_reward=0.0)[3] == 1.0
-    assert measured_pass_rates(trainer, pd.DataFrame(data)) == [1.0, 0.75, None, 0.0, None]
-    assert measured_pass_rates(trainer, NumberedRows([data[3], data[0]], [7, 2])) == [0.0, 1.0]
+    assert estimate_pass_rates(trainer, data) == [1.0, 0.75, None, 0.0, None]
+    assert estimate_pass_rates(trainer, data, samples=2) == [1.0, 0.5, None, 0.0, None]
+    assert estimate_pass_rates(trainer, data, success_reward=0.0)[3] == 1.0
+    assert estimate_pass_rates(trainer, pd.DataFrame(data)) == [1.0, 0.75, None, 0.0, None]
+    assert estimate_pass_rates(trainer, IndexedRows([data[3], data[0]], [7, 2])) == [0.0, 1.0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer.model).items())
     assert not (tmp_path / "completions.jsonl").exists()
 
@@ -543,5 +440,5 @@ def test_pass_rates_are_the_shares_of_successes(tmp_path: Path) -> None:
 def test_pass_rates_of_a_real_model_repeat(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model=tiny_model(), script=None)
     data = rows("abcdef")
-    rates = measured_pass_rates(trainer, data)
-    assert rates == measured_pass_rates(trainer, data) and len(set(rates)) > 1
+    rates = estimate_pass_rates(trainer, data)
+    assert rates == estimate_pass_rates(trainer, data) and len(set(rates)) > 1

@@ -91,7 +91,7 @@ def both(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def training_logs(outcome: dict[str, Any]) -> list[dict[str, float]]:
     """Without what the clock says, and without padding and the tokens computed, which depend on the cut."""
-    clock = ("time/", "step_time", "tokens_per_second", "padding_share", "scored_tokens")
+    clock = ("time/", "step_time", "tokens_per_second", "padding_share", "computed_tokens")
     return [
         {name: value for name, value in log.items() if not name.startswith(clock)}
         for log in outcome["logs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import subprocess
@@ -19,11 +20,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import grupo
 from grupo import FastLanguageModel, GRPOConfig, GRPOTrainer, PatchFastRL, SamplingParams
 from grupo.errors import ConfigError, DataError, UnsupportedError
-from grupo.models.load_options import asked_of
-from grupo.models.quantization import is_4bit, is_8bit, quantized_layers
-from grupo.sampling_params import requested_sampling
+from grupo.models.load_options import load_options
+from grupo.models.quantization import quantization_config
+from grupo.sampling import sampling_overrides
 from grupo.unsloth import arguments
 from grupo.unsloth.model import METHODS
+from grupo.utils.quantized_layers import is_4bit, is_8bit, quantized_layers
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("bitsandbytes")
@@ -183,7 +185,7 @@ def test_the_same_again_is_no_change_and_another_is_refused(folder):
     model, _ = adapted(folder)
     before = {name: p.clone() for name, p in model.named_parameters()}
     again = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
-    assert again is model and asked_of(model).checkpointing is False
+    assert again is model and load_options(model).checkpointing is False
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     with pytest.raises(ConfigError, match="r=4, not 8; lora_alpha=16, not 32"):
         FastLanguageModel.get_peft_model(model, r=8, lora_alpha=32)
@@ -261,11 +263,48 @@ def test_models_stay_copyable(folder):
 def test_modes(folder):
     model, tokenizer = adapted(folder)
     assert FastLanguageModel.for_inference(model) is model and not model.training
-    assert all(layer.training for layer in quantized_layers(model)), "bitsandbytes would rearrange their weights"
+    assert all(layer.training for layer in quantized_layers(model)), "bitsandbytes would pack their weights"
     FastLanguageModel.for_training(model, use_gradient_checkpointing=False)
-    assert model.training and asked_of(model).checkpointing is False
+    assert model.training and load_options(model).checkpointing is False
     with pytest.raises(ConfigError, match="not the tokenizer"):
         FastLanguageModel.for_inference(tokenizer)
+
+
+def loaded_elsewhere(folder):
+    """By transformers alone, so that nothing but the mode of its layers keeps bitsandbytes from packing them."""
+    config = quantization_config("nf4", torch.float32, asked="the test")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+
+@pytest.mark.usefixtures("processor")
+def test_generation_leaves_modes_and_weights_alone(folder, tmp_path):
+    """With texts and tensors, and with an adapter of the request, which peft loads in evaluation mode."""
+    model = FastLanguageModel.get_peft_model(loaded_elsewhere(folder), r=4, lora_dropout=0.5)
+    spoil(model)
+    model.save_lora(tmp_path / "adapter")
+    base, tokenizer = loaded_elsewhere(folder), tiny_tokenizer()
+    for name in ("fast_generate", "load_lora"):
+        setattr(base, name, functools.partial(METHODS[name], base))
+    inputs = tokenizer("abc", return_tensors="pt")
+    for one, training in ((model, True), (model, False), (base, True), (base, False)):
+        one.train(training)
+        before = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+        modes = [module.training for module in one.modules()]
+        for request in (None, one.load_lora(tmp_path / "adapter")):
+            one.fast_generate("abc", EIGHT, lora_request=request)
+            (first, second) = (
+                one.fast_generate(**inputs, lora_request=request, max_new_tokens=4, do_sample=False) for _ in range(2)
+            )
+            assert torch.equal(first, second), "without dropout"
+            assert [module.training for module in one.modules()] == modes
+        after = one.state_dict()
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.usefixtures("processor")
+def test_for_inference_takes_models_that_were_loaded_elsewhere(folder):
+    model = FastLanguageModel.for_inference(loaded_elsewhere(folder))
+    model.generate(input_ids=torch.arange(10, 20)[None], max_new_tokens=2)
 
 
 # ---- fast_generate ---------------------------------------------------------------------------------------------------
@@ -325,7 +364,7 @@ def test_max_seq_length_bounds_prompt_and_completion(folder):
         (lambda model: model.fast_generate([]), "list"),
         (lambda model: model.fast_generate(""), "must be a text"),
         (lambda model: model.fast_generate("a", SamplingParams(n=0)), "at least 1"),
-        (lambda model: FastLanguageModel.get_peft_model(asked_of(model).tokenizer), "pass the model"),
+        (lambda model: FastLanguageModel.get_peft_model(load_options(model).tokenizer), "pass the model"),
         (lambda model: FastLanguageModel.from_pretrained(3), "folder"),
         (lambda model: model.fast_generate([3]), "must be a text"),
         (lambda model: model.fast_generate("a", lora_request=3), "load_lora"),
@@ -412,24 +451,24 @@ ASKS_NOTHING = {**dict.fromkeys(UNSUPPORTED), "presence_penalty": 0.0, "min_toke
 
 
 def test_parameters_that_only_vllm_has():
-    for make in (lambda **given: SamplingParams(**given), lambda **given: requested_sampling(given)):
+    for make in (lambda **given: SamplingParams(**given), lambda **given: sampling_overrides(given)):
         for name, value in UNSUPPORTED.items():
             with pytest.raises(UnsupportedError, match=f"{name}=.*It has temperature.*Leave it out"):
                 make(**{name: value})
         with pytest.raises(ConfigError, match=r"no sampling parameter 'temprature'\. Did you mean 'temperature'"):
             make(temprature=0.5)
     assert SamplingParams(seed=3, **ASKS_NOTHING) == SamplingParams(seed=3)
-    assert requested_sampling({"seed": 3, **ASKS_NOTHING}) == requested_sampling(SamplingParams(seed=3))
+    assert sampling_overrides({"seed": 3, **ASKS_NOTHING}) == sampling_overrides(SamplingParams(seed=3))
 
 
 def test_real_parameters_of_vllm(folder):
     vllm = pytest.importorskip("vllm")
     usual = vllm.SamplingParams()
     public = {name: getattr(usual, name) for name in usual.__struct_fields__ if not name.startswith("_")}
-    assert requested_sampling(usual) == requested_sampling({}) and SamplingParams(**public).stop == []
+    assert sampling_overrides(usual) == sampling_overrides({}) and SamplingParams(**public).stop == []
     for name, value in UNSUPPORTED.items():
         with pytest.raises(UnsupportedError, match=f"{name}="):
-            requested_sampling(vllm.SamplingParams(**{name: value}))
+            sampling_overrides(vllm.SamplingParams(**{name: value}))
     set_here = {"min_p": 0.1, "seed": 3, "max_tokens": 8, "stop": ["x"], "top_k": -1, "temperature": 0.7, "n": 2}
     theirs, ours = vllm.SamplingParams(**set_here), SamplingParams(**set_here)
     model, _ = adapted(folder)
@@ -439,7 +478,7 @@ def test_real_parameters_of_vllm(folder):
         for params in (theirs, ours)
     ]
     assert {config.sampling_spec() for config in configs} == {configs[0].sampling_spec()}
-    assert (configs[0].temperature, configs[0].min_p, configs[0].stop_texts) == (0.7, 0.1, ("x",))
+    assert (configs[0].temperature, configs[0].min_p, configs[0].stop_strings) == (0.7, 0.1, ("x",))
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -508,20 +547,20 @@ def test_checkpointing_is_what_the_model_was_asked_for(folder, tmp_path, caplog,
     model, tokenizer = adapted(folder, use_gradient_checkpointing=wanted)
     one = trainer(folder, tmp_path, model, tokenizer, **settings)
     one.train()
-    assert model.is_gradient_checkpointing is is_on is one.policy_update.checkpointing
-    assert not one.policy_update.offload_activations, "on the CPU they are in host memory already"
-    assert ("GRPOConfig counts" in caplog.text) is (bool(settings))
+    assert model.is_gradient_checkpointing is is_on is one.forward_backward.checkpointing
+    assert not one.forward_backward.offload_activations, "on the CPU they are in host memory already"
+    assert ("overrides the model's use_gradient_checkpointing" in caplog.text) is (bool(settings))
 
 
 def test_offload_is_connected_on_an_accelerator(folder, monkeypatch):
-    from grupo.models.load_options import Asked
-    from grupo.trainer.setup import one_item_per_step
+    from grupo.models.load_options import LoadOptions
+    from grupo.trainer.step_arguments import step_arguments
 
     config = GRPOConfig("anywhere")
     monkeypatch.setattr(type(config), "device", torch.device("cuda"))
-    asked = Asked(checkpointing=True, offload=True)
-    assert one_item_per_step(config, asked).offload_activations and not config.offload_activations
-    assert not one_item_per_step(config, Asked(checkpointing=True)).offload_activations
+    asked = LoadOptions(checkpointing=True, offload=True)
+    assert step_arguments(config, asked, 8).offload_activations and not config.offload_activations
+    assert not step_arguments(config, LoadOptions(checkpointing=True), 8).offload_activations
 
 
 def test_max_seq_length_holds_in_training(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""What GRPO does with the policy's entropy: train on uncertain tokens only, and keep some uncertainty alive."""
+"""The policy's entropy in GRPO: the threshold of high-entropy tokens, and the adaptive entropy bonus."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from torch import Tensor
 
 
 def entropy_threshold(values: Tensor, top_quantile: float) -> Tensor:
-    """The entropy, in nats, that the top `top_quantile` share of `values` (N,) reaches ("Beyond the 80/20 Rule", arXiv
-    2506.01939).
+    """Entropy in nats that the top `top_quantile` share of `values` (N,) reaches (arXiv 2506.01939).
 
-    `values` are the entropies of all loss tokens of one optimizer step. Interpolates between neighbours as
-    torch.quantile does, but has no limit of 16 million values. Without values it is inf: nothing reaches it.
+    `values` are the entropies of all loss tokens of one optimizer step. Interpolates between neighbours like
+    torch.quantile, without its limit of 16 million values. For N = 0 it is inf, which no token reaches.
     """
     if values.numel() == 0:
         return values.new_tensor(math.inf)
     ordered = values.sort().values
-    # In Python floats: in float32 a rank beyond 2^24 would be rounded to another token.
+    # A Python float: in float32 a rank above 2^24 would be rounded to another token.
     rank = (1 - top_quantile) * (ordered.numel() - 1)
     low, high = math.floor(rank), math.ceil(rank)
     return torch.lerp(ordered[low], ordered[high], rank - low)
@@ -27,9 +26,9 @@ def entropy_threshold(values: Tensor, top_quantile: float) -> Tensor:
 class EntropyController:
     """Skywork-OR1's adaptive entropy coefficient (arXiv 2505.22312), with TRL's rule.
 
-    After every optimizer step the coefficient rises by `delta` where the step's mean entropy was at or below `target`
-    nats, else falls by `delta`, within `minimum` and `maximum`. The bonus is applied only while the last entropy was
-    at or below the target, so never in the first step.
+    After an optimizer step the coefficient rises by `delta` if the mean entropy of the step was at or below `target`
+    nats, and falls by `delta` otherwise, between `minimum` and `maximum`. The bonus is applied only while the last
+    entropy is at or below the target, so never in the first step.
     """
 
     def __init__(self, coef: float, *, target: float, delta: float, minimum: float, maximum: float) -> None:
@@ -42,13 +41,15 @@ class EntropyController:
 
     @property
     def applied_coef(self) -> float:
-        """The coefficient to use in the coming optimizer step; 0 while the entropy is above the target."""
+        """Coefficient for the next optimizer step; 0 while the entropy is above the target."""
         return self.coef if self.last_entropy <= self.target else 0.0
 
     def update(self, entropy_sum: float, tokens: int) -> None:
-        """After an optimizer step: sum of the entropies and number of tokens that the bonus acts on, over all ranks.
+        """Moves the coefficient after an optimizer step; a step without tokens changes nothing.
 
-        A step without tokens says nothing about the entropy and changes nothing.
+        Args:
+            entropy_sum: sum of the entropies, nats, of the tokens with an entropy bonus, over all ranks.
+            tokens: number of these tokens.
         """
         if tokens == 0:
             return

@@ -1,18 +1,16 @@
-"""The loss of one optimizer step, as a sum of what its micro-batches contribute.
+"""The loss of one optimizer step, as a sum of contributions of its micro-batches.
 
 Legend: B completions of the micro-batch, T tokens of the longest one.
 
     per token      l = policy term of the loss type            terms.py
-                   l = 0 where the off-policy or the entropy mask says so
+                   l = 0 where the off-policy mask or the entropy mask excludes the token
                    l = l + beta * KL
     aggregated     sum over the micro-batch / denominator of the whole optimizer step
     entropy bonus  - entropy_coef * sum of entropies / tokens of the whole optimizer step
 
-The denominators are counted once, over all micro-batches and ranks (`StepTotals`), and passed in. So the shares of
-all micro-batches add up to the same loss and the same gradient, however the step was cut (what goes wrong otherwise:
+The denominators are counted once, over all micro-batches and ranks (`StepTotals`), and passed in. So the contributions
+of the micro-batches add up to the same loss and the same gradient however the step is split (what goes wrong otherwise:
 huggingface/trl #3021, #5619, #6369).
-
-A new loss is one function in terms.py and one line in `LOSSES`.
 """
 
 from __future__ import annotations
@@ -24,32 +22,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grupo.algo.ratios import LEVELS, k3, masked, on_policy_enough, row_mean
-from grupo.algo.terms import PolicyTerm, PolicyTermFunction, PolicyTokens, cispo, clipped, sapo, vespo
+from grupo.algo import terms
+from grupo.algo.ratios import LEVELS, completion_mean, k3, masked, off_policy_sequence_mask
+from grupo.algo.registry import LOSSES
+from grupo.algo.terms import LossSettings, PolicyTerm, PolicyTermFunction, TermInputs
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch. Whatever stands outside `mask` is never read. Log-probs and entropies are in nats."""
+    """One micro-batch. Values outside `mask` are never read. Log-probs and entropies are in nats."""
 
     policy_logprobs: Tensor
-    """(B, T) with gradient. Its dtype is the dtype of the whole computation."""
+    """(B, T) with gradient. The whole computation uses its dtype."""
     advantages: Tensor
     """(B,)."""
     mask: Tensor
-    """(B, T) bool, the tokens that the loss acts on."""
+    """(B, T) bool, tokens in the loss."""
     old_logprobs: Tensor | None = None
-    """(B, T); None: on-policy, the ratio is 1 and only its gradient counts."""
+    """(B, T); None: on-policy, where the ratio is 1 and only its gradient matters."""
     reference_logprobs: Tensor | None = None
-    """(B, T), needed where beta is not 0."""
+    """(B, T), required where beta is not 0."""
     behavior_logprobs: Tensor | None = None
-    """(B, T) by the engine, read by the off-policy mask. NaN: the engine could not score the token."""
+    """(B, T) by the engine, read by the off-policy mask. NaN: the engine has no log-prob for the token."""
     entropy: Tensor | None = None
-    """(B, T) of the policy; with gradient where an entropy bonus is asked for."""
+    """(B, T) of the policy; with gradient where there is an entropy bonus."""
     entropy_threshold: float | Tensor | None = None
-    """Nats. Tokens below it get no policy term; counted over the whole optimizer step. None: all tokens act."""
-    kl_rows: Tensor | None = None
-    """(B,) bool, rows whose KL counts. None: all."""
+    """Nats, computed over the whole optimizer step. Tokens below it have no policy term. None: all tokens have one."""
+    kl_completions: Tensor | None = None
+    """(B,) bool, completions with a KL term. None: all."""
 
 
 @dataclass(frozen=True)
@@ -58,39 +58,39 @@ class StepTotals:
 
     tokens: int
     """Tokens in the loss masks."""
-    rows: int
+    completions: int
     """Completions with at least one such token."""
     entropy_tokens: int
-    """Tokens that the entropy bonus acts on: those in the loss masks that reach the entropy threshold, if any."""
+    """Tokens with an entropy bonus: those in the loss masks that reach the entropy threshold, if there is one."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """One micro-batch's share of the step, and what to log about it. All but `loss` is detached."""
+    """Contribution of one micro-batch to the step, and its metrics. Everything except `loss` is detached."""
 
     loss: Tensor
-    """() with gradient. The shares of all micro-batches and ranks add up to the loss of the step."""
+    """() with gradient. The values of all micro-batches and ranks add up to the loss of the step."""
     policy_loss: Tensor
-    """() the same without the entropy bonus."""
+    """() the loss without the entropy bonus."""
     sums: dict[str, tuple[Tensor, Tensor]]
     """Metric name -> (numerator, denominator), each (); both add up over micro-batches and ranks."""
     extremes: dict[str, Tensor]
-    """`clip_ratio/low_min`, smallest over rows, and `clip_ratio/high_max`, largest; +inf and -inf without any row."""
+    """`clip_ratio/low_min` and `clip_ratio/high_max` over completions; +inf and -inf where there are none."""
 
 
-# Aggregations: (B, T) per-token loss that is 0 outside the mask -> () share of the step's loss.
+# Aggregations: (B, T) per-token loss that is 0 outside the mask -> () contribution to the loss of the step.
 
 Aggregation = Callable[[Tensor, Tensor, StepTotals, int], Tensor]
 
 
 def sequence_mean(loss: Tensor, mask: Tensor, totals: StepTotals, max_completion_length: int) -> Tensor:
     """Mean over completions of the mean over their tokens (GRPO, arXiv 2402.03300, eq. 3)."""
-    return row_mean(loss, mask).sum() / max(totals.rows, 1)
+    return completion_mean(loss, mask).sum() / max(totals.completions, 1)
 
 
 def sequence_sum(loss: Tensor, mask: Tensor, totals: StepTotals, max_completion_length: int) -> Tensor:
     """Mean over completions of the sum over their tokens (LUSPO, arXiv 2602.05261)."""
-    return loss.sum() / max(totals.rows, 1)
+    return loss.sum() / max(totals.completions, 1)
 
 
 def token_mean(loss: Tensor, mask: Tensor, totals: StepTotals, max_completion_length: int) -> Tensor:
@@ -98,100 +98,52 @@ def token_mean(loss: Tensor, mask: Tensor, totals: StepTotals, max_completion_le
     return loss.sum() / max(totals.tokens, 1)
 
 
-def constant(loss: Tensor, mask: Tensor, totals: StepTotals, max_completion_length: int) -> Tensor:
-    """Sum over all tokens by a constant that no completion's length can move (Dr. GRPO, arXiv 2503.20783)."""
-    return loss.sum() / (max(totals.rows, 1) * max_completion_length)
+def fixed_length(loss: Tensor, mask: Tensor, totals: StepTotals, max_completion_length: int) -> Tensor:
+    """Sum over tokens / (completions x maximum length), independent of their lengths (Dr. GRPO, arXiv 2503.20783)."""
+    return loss.sum() / (max(totals.completions, 1) * max_completion_length)
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean": sequence_mean,
     "sequence_sum": sequence_sum,
     "token_mean": token_mean,
-    "constant": constant,
+    "fixed_length": fixed_length,
 }
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
-    """A per-token term, the name of its aggregation, and the level of the ratio where the loss fixes it."""
+class GRPOLoss:
+    """The loss function of a run, for any `loss_type`."""
 
-    term: PolicyTermFunction
-    aggregation: str
-    level: str | None = None
-
-
-LOSSES: dict[str, PolicyLoss] = {
-    "grpo": PolicyLoss(clipped, "sequence_mean"),
-    "gspo": PolicyLoss(clipped, "sequence_mean", level="sequence"),
-    "dapo": PolicyLoss(clipped, "token_mean"),
-    "bnpo": PolicyLoss(clipped, "token_mean"),
-    "dr_grpo": PolicyLoss(clipped, "constant"),
-    "luspo": PolicyLoss(clipped, "sequence_sum"),
-    "cispo": PolicyLoss(cispo, "token_mean"),
-    "sapo": PolicyLoss(sapo, "sequence_mean"),
-    "vespo": PolicyLoss(vespo, "token_mean"),
-}
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The loss function of a run. The settings have TRL's names and defaults.
-
-    Raises ValueError for an unknown `loss_type` or `importance_sampling_level`.
-    """
-
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    """None: `epsilon`, and for CISPO 5.0, because there it bounds the ratio itself."""
-    delta: float | None = None
-    beta: float = 0.0
-    use_bias_correction_kl: bool = True
-    off_policy_mask_threshold: float | None = None
-    sapo_temperature_neg: float = 1.05
-    sapo_temperature_pos: float = 1.0
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    max_completion_length: int = 512
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("loss_type", self.loss_type, LOSSES),
-            ("importance_sampling_level", self.importance_sampling_level, LEVELS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(sorted(known))}.")
+    settings: LossSettings
 
     def __call__(self, inputs: LossInputs, totals: StepTotals, *, entropy_coef: float = 0.0) -> LossOutput:
-        """This micro-batch's share of the step's loss. B = 0 and an empty mask are fine: zero loss, zero gradient."""
-        policy = LOSSES[self.loss_type]
-        mask = inputs.mask
-        tokens = self._policy_tokens(inputs, policy.level or self.importance_sampling_level)
+        """Contribution of this micro-batch. B = 0 and an empty mask are valid: zero loss and zero gradient."""
+        settings, mask = self.settings, inputs.mask
+        term_inputs = self._term_inputs(inputs)
         entropy = None if inputs.entropy is None else masked(inputs.entropy, mask)
-        sums = {"ratio/mean": _sum_and_count(tokens.ratio, mask)}
+        sums = {"ratio/mean": _sum_and_count(term_inputs.ratio, mask)}
 
         high_entropy = mask
         if inputs.entropy_threshold is not None:
             assert entropy is not None, "an entropy threshold needs the entropies of the micro-batch"
             high_entropy = mask & (entropy >= inputs.entropy_threshold)
 
-        acting = high_entropy
-        if self.off_policy_mask_threshold is not None:
-            kept = self._kept_rows(inputs, tokens, self.off_policy_mask_threshold)
-            acting = acting & kept
+        in_term = high_entropy
+        if settings.off_policy_mask_threshold is not None:
+            kept = _off_policy_mask(inputs, term_inputs, settings.off_policy_mask_threshold)
+            in_term = in_term & kept
             sums["off_policy/kept_mean"] = _sum_and_count(kept, mask)
 
-        term = policy.term(tokens, self)
-        per_token = masked(term.loss, acting)
-        if self.beta != 0.0:
-            counted = mask if inputs.kl_rows is None else mask & inputs.kl_rows.unsqueeze(1)
-            per_token_kl = masked(self._kl(inputs, tokens), counted)
-            per_token = per_token + self.beta * per_token_kl
-            sums["kl"] = _sum_and_count(per_token_kl, counted)
-        policy_loss = AGGREGATIONS[policy.aggregation](per_token, mask, totals, self.max_completion_length)
+        term = self._term(term_inputs)
+        per_token = masked(term.loss, in_term)
+        if settings.beta != 0.0:
+            in_kl = mask if inputs.kl_completions is None else mask & inputs.kl_completions.unsqueeze(1)
+            per_token_kl = masked(self._kl(inputs, term_inputs), in_kl)
+            per_token = per_token + settings.beta * per_token_kl
+            sums["kl"] = _sum_and_count(per_token_kl, in_kl)
+        aggregate = AGGREGATIONS[LOSSES[settings.loss_type].aggregation]
+        policy_loss = aggregate(per_token, mask, totals, settings.max_completion_length)
 
         loss = policy_loss
         if entropy_coef != 0.0:
@@ -207,61 +159,67 @@ class Objective:
     def clip_metrics_without_advantage(
         self, mask: Tensor
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-        """`sums` and `extremes` of the clip metrics for rows of advantage 0 with tokens `mask` (B, T).
+        """`sums` and `extremes` of the clip metrics for completions of advantage 0 with tokens `mask` (B, T).
 
-        Whatever their ratio is, such rows are never clipped, so that nothing need be computed for them.
+        They are never clipped, whatever their ratio is, so no forward pass is needed for them.
         """
-        policy = LOSSES[self.loss_type]
         zeros = torch.zeros(mask.shape)
-        inputs = LossInputs(policy_logprobs=zeros, advantages=zeros[:, 0], mask=mask)
-        term = policy.term(self._policy_tokens(inputs, policy.level or self.importance_sampling_level), self)
+        term = self._term(self._term_inputs(LossInputs(policy_logprobs=zeros, advantages=zeros[:, 0], mask=mask)))
         return {name: _sum_and_count(flags, mask) for name, flags in term.clipped.items()}, _extremes(term, mask)
 
-    def _policy_tokens(self, inputs: LossInputs, level: str) -> PolicyTokens:
+    def _term(self, inputs: TermInputs) -> PolicyTerm:
+        function: PolicyTermFunction = getattr(terms, LOSSES[self.settings.loss_type].term)
+        return function(inputs, self.settings)
+
+    def _term_inputs(self, inputs: LossInputs) -> TermInputs:
+        level = LOSSES[self.settings.loss_type].level or self.settings.importance_sampling_level
         logprobs = masked(inputs.policy_logprobs, inputs.mask)
         old = logprobs.detach() if inputs.old_logprobs is None else masked(inputs.old_logprobs, inputs.mask)
         log_ratio = logprobs - old.to(logprobs.dtype)
         ratio = torch.exp(LEVELS[level](log_ratio, inputs.mask))
         advantages = inputs.advantages.to(logprobs.dtype).unsqueeze(1)
-        return PolicyTokens(logprobs, log_ratio, ratio, advantages, inputs.mask)
+        return TermInputs(logprobs, log_ratio, ratio, advantages, inputs.mask)
 
-    def _kept_rows(self, inputs: LossInputs, tokens: PolicyTokens, threshold: float) -> Tensor:
-        """(B, 1) bool. The engine's log-probs see both kinds of drift: updates since, and engine against trainer."""
-        sampling = inputs.behavior_logprobs
-        if sampling is None:
-            sampling = inputs.old_logprobs
-        if sampling is None:
-            sampling = tokens.logprobs.detach()
-        return on_policy_enough(sampling, tokens.logprobs, tokens.advantages, inputs.mask, threshold)
+    def _kl(self, inputs: LossInputs, term_inputs: TermInputs) -> Tensor:
+        """(B, T) KL to the reference policy.
 
-    def _kl(self, inputs: LossInputs, tokens: PolicyTokens) -> Tensor:
-        """(B, T) KL to the reference.
-
-        Times the ratio, its gradient is the reverse KL's (DeepSeek-V3.2, arXiv 2512.02556); without, it is not, even
-        on-policy. The ratio is the token's own at either level: a sequence's ratio would push every token of the row
-        by the KL of all of them (huggingface/trl #6586).
+        Multiplied by the ratio, its gradient is that of the reverse KL (DeepSeek-V3.2, arXiv 2512.02556); without the
+        ratio it is not, even on-policy. The ratio is the token's own at either level: a sequence ratio would give every
+        token a gradient from the KL of all tokens of the completion (huggingface/trl #6586).
         """
         assert inputs.reference_logprobs is not None, "beta != 0 needs the reference log-probs of the micro-batch"
-        reference = masked(inputs.reference_logprobs, inputs.mask).to(tokens.logprobs.dtype)
-        per_token_kl = k3(reference, tokens.logprobs)
-        if self.use_bias_correction_kl:
-            per_token_kl = per_token_kl * tokens.log_ratio.exp()
+        reference = masked(inputs.reference_logprobs, inputs.mask).to(term_inputs.logprobs.dtype)
+        per_token_kl = k3(reference, term_inputs.logprobs)
+        if self.settings.use_bias_correction_kl:
+            per_token_kl = per_token_kl * term_inputs.log_ratio.exp()
         return per_token_kl
 
 
+def _off_policy_mask(inputs: LossInputs, term_inputs: TermInputs, threshold: float) -> Tensor:
+    """(B, 1) bool. The engine's log-probs show both kinds of drift: later updates, and engine against trainer."""
+    sampling = inputs.behavior_logprobs
+    if sampling is None:
+        sampling = inputs.old_logprobs
+    if sampling is None:
+        sampling = term_inputs.logprobs.detach()
+    return off_policy_sequence_mask(sampling, term_inputs.logprobs, term_inputs.advantages, inputs.mask, threshold)
+
+
 def _sum_and_count(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of a mean over tokens, or over rows with tokens where `values` is (B, 1)."""
+    """Numerator and denominator of a mean over tokens, or over completions with tokens where `values` is (B, 1)."""
     counted = mask if values.shape == mask.shape else mask.any(dim=1, keepdim=True)
     return masked(values.detach(), counted).sum(), counted.sum()
 
 
 def _extremes(term: PolicyTerm, mask: Tensor) -> dict[str, Tensor]:
-    lowest = {name: _row_means(values, mask, empty=math.inf).amin() for name, values in term.lowest_row.items()}
-    highest = {name: _row_means(values, mask, empty=-math.inf).amax() for name, values in term.highest_row.items()}
-    return {**lowest, **highest}
+    lowest, highest = term.completion_min.items(), term.completion_max.items()
+    return {
+        **{name: _completion_means(values, mask, empty=math.inf).amin() for name, values in lowest},
+        **{name: _completion_means(values, mask, empty=-math.inf).amax() for name, values in highest},
+    }
 
 
-def _row_means(values: Tensor, mask: Tensor, *, empty: float) -> Tensor:
-    """(rows with tokens + 1,) mean of each row, then `empty`, so that there is always one value to reduce."""
-    means = row_mean(masked(values.detach(), mask), mask)[mask.any(dim=1)]
+def _completion_means(values: Tensor, mask: Tensor, *, empty: float) -> Tensor:
+    """(completions with tokens + 1,) mean of each one, then `empty`, so that there is always a value to reduce."""
+    means = completion_mean(masked(values.detach(), mask), mask)[mask.any(dim=1)]
     return torch.cat([means, means.new_tensor([empty])])

@@ -1,7 +1,7 @@
-"""Importance ratios and what is built on them: the off-policy sequence mask and the KL estimator.
+"""Importance ratios, the off-policy sequence mask and the KL estimator.
 
-Legend: B completions, T tokens. Everything outside the mask is 0 before any exponential, so that garbage, inf or NaN on
-padding reaches neither a value nor a gradient (0 * inf would be NaN).
+Legend: B completions, T tokens. Everything outside the mask is set to 0 before any exponential, so that garbage, inf or
+NaN on padding reaches neither a value nor a gradient (0 * inf would be NaN).
 """
 
 from __future__ import annotations
@@ -13,44 +13,41 @@ from torch import Tensor
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) `values`, themselves (B, T) or (B, 1), where `mask` is set; exactly 0 elsewhere, gradient included.
-
-    Flags become floats.
-    """
+    """(B, T) `values`, (B, T) or (B, 1), where `mask` is set; exactly 0 elsewhere, gradient included. Bool to float."""
     return torch.where(mask, values, 0.0)
 
 
-def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """(B,) mean over each row's tokens of `values` (B, T), which are 0 outside `mask`; 0 for a row without tokens."""
+def completion_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """(B,) mean over tokens of `values` (B, T), which are 0 outside `mask`; 0 for a completion without tokens."""
     return values.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def token_level(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) log importance ratio of every token."""
+    """(B, T) log importance ratio per token."""
     return log_ratio
 
 
 def sequence_level(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1) log importance ratio of a whole completion: the *mean* over its tokens (GSPO, arXiv 2507.18071)."""
-    return row_mean(log_ratio, mask).unsqueeze(1)
+    """(B, 1) log importance ratio per completion: the *mean* over its tokens (GSPO, arXiv 2507.18071)."""
+    return completion_mean(log_ratio, mask).unsqueeze(1)
 
 
 LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"token": token_level, "sequence": sequence_level}
 
 
-def on_policy_enough(
+def off_policy_sequence_mask(
     sampling_logprobs: Tensor, policy_logprobs: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """Rows that the off-policy sequence mask keeps (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
+    """(B, 1) bool, True for completions to keep (off-policy sequence mask, DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
 
-    A completion with a negative advantage is dropped where the policy has moved away from whoever sampled it: where the
-    mean of `sampling - policy` log-probs exceeds `threshold` nats. NaN marks a token that the sampler could not score;
-    it is no evidence either way.
+    A completion with a negative advantage is dropped where the mean of `sampling - policy` log-probs exceeds
+    `threshold` nats: the policy has moved too far from the sampler. NaN marks a token without a log-prob by the
+    sampler; it is left out of the sum.
 
-    Args: log-probs (B, T), advantages (B, 1), mask (B, T). Returns (B, 1) bool.
+    Args: log-probs (B, T), advantages (B, 1), mask (B, T).
     """
     drift = masked(sampling_logprobs - policy_logprobs.detach(), mask & ~torch.isnan(sampling_logprobs))
-    return (advantages >= 0) | (row_mean(drift, mask).unsqueeze(1) <= threshold)
+    return (advantages >= 0) | (completion_mean(drift, mask).unsqueeze(1) <= threshold)
 
 
 def k3(reference_logprobs: Tensor, policy_logprobs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which completions of a group are worth training on."""
+"""Selection of the completions of a group to train on."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from fractions import Fraction
 
 
 def max_variance_subset(values: Sequence[float], size: int) -> list[int]:
-    """Positions of the `size` values whose variance is largest (PODS, arXiv 2504.13818).
+    """Positions of the `size` values with the largest variance (PODS, arXiv 2504.13818).
 
-    The best subset always consists of some of the lowest values and some of the highest, so that sorting and one scan
-    over `size` + 1 candidates find it. The arithmetic is exact: which completions are trained on does not depend on
-    rounding. Among equal values the earlier ones count as lower, and of subsets with one variance the one with most
-    low values is taken.
+    The best subset always consists of the lowest values and the highest values, so sorting and one scan over `size` + 1
+    candidates find it. The arithmetic is exact, so the selection does not depend on rounding. Of equal values the
+    earlier ones count as lower, and of subsets with equal variance the one with the most low values is returned.
 
     Args:
         values: (n,) finite.
-        size: of the subset; all positions where there are no more than that.
+        size: number of positions to return; all n where n is not larger.
 
     Returns:
         (min(n, size),) positions in ascending order.
@@ -29,7 +28,7 @@ def max_variance_subset(values: Sequence[float], size: int) -> list[int]:
     squares = sum((value * value for value in exact[:size]), Fraction())
     best_spread, best_low = size * squares - total * total, size
     for low in reversed(range(size)):
-        # One low value less, one high value more.
+        # One fewer low value, one more high value.
         leaving, entering = exact[low], exact[low - size]
         total += entering - leaving
         squares += entering * entering - leaving * leaving

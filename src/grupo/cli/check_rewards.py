@@ -1,4 +1,4 @@
-"""`grupo rewards check`: faults of the rewards of a recipe, or of rewards named one by one. Imports no torch."""
+"""`grupo rewards check`: finds faults of rewards, given by a recipe or by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from grupo.errors import ConfigError, DataError
 from grupo.recipes.data import recipe_rewards, recipe_rows
-from grupo.recipes.schema import built_in_recipes, load_recipe
+from grupo.recipes.yaml_io import built_in_recipes, load_recipe
 from grupo.rewards.answers.extraction import completion_text
 from grupo.rewards.checker.check import check_rewards
 from grupo.rewards.checker.report import RewardReport
@@ -17,7 +17,7 @@ from grupo.rewards.registry import make_reward
 from grupo.tasks.registry import make_task
 
 NOT_COLUMNS = {"prompt", "completion", "completions", "step", "row", "prompt_id", "replaced"}
-"""What a line of a run's completions.jsonl has beside the columns of the dataset."""
+"""Keys in a run's completions.jsonl that are not columns of the dataset."""
 
 
 def check(
@@ -29,23 +29,23 @@ def check(
     gold_form: str | None = None,
     timeout: float = 10.0,
 ) -> RewardReport:
-    """Checks the rewards of one recipe on its rows, or named rewards on the prompts of a task.
+    """Checks the rewards of one recipe on its rows, or rewards given by name on the prompts of a task.
 
     Args:
         sources: one recipe file, one built-in recipe, or names as `make_reward` takes them.
         completions: file of JSON lines with `prompt` and `completion` or `completions`; other keys are dataset columns,
-            needed only where the rows of the recipe do not have the prompt.
+            needed only if the prompt is not among the rows of the recipe.
 
     Raises:
-        ConfigError, DataError: a name, a recipe or a file that cannot be used.
+        ConfigError, DataError: a name, recipe or file cannot be used.
     """
-    rewards, weights, rows = _subject(sources, task, overrides)
+    rewards, weights, rows = _rewards_and_rows(sources, task, overrides)
     if completions is not None:
         rows = _with_completions(rows, Path(completions))
     return check_rewards(rewards, rows, weights=weights, gold_form=gold_form, timeout=timeout)
 
 
-def _subject(
+def _rewards_and_rows(
     sources: Sequence[str], task: str | None, overrides: Sequence[str]
 ) -> tuple[list[Any], list[float], list[dict[str, Any]]]:
     """Rewards, weights and dataset rows."""
@@ -53,21 +53,21 @@ def _subject(
         recipe = load_recipe(sources[0], overrides)
         if task is not None:
             raise ConfigError(
-                f"--task {task} is for rewards given by name: {sources[0]} is a recipe, with its own rows."
+                f"--task {task} is for rewards given by name: {sources[0]} is a recipe and has its own rows."
             )
         rewards, weights = recipe_rewards(recipe)
         train, held_out = recipe_rows(recipe, recipe.training.get("seed", 0))
         return rewards, weights, [*train, *held_out]
     if overrides:
-        raise ConfigError("--set changes a recipe, and none is given: name one instead of rewards.")
+        raise ConfigError("--set changes a recipe, but no recipe was given: name one instead of rewards.")
     made = make_task(task or "times-tables")
     return [make_reward(name) for name in sources], [1.0] * len(sources), [*made.train, *made.held_out]
 
 
 def _with_completions(rows: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """The rows that the sampled completions of a file belong to, with these as `completions`."""
+    """The rows of the prompts in the file, with the sampled completions as `completions`."""
     if not path.is_file():
-        raise DataError(f"--completions {path}: there is no such file.")
+        raise DataError(f"--completions {path}: the file does not exist.")
     known = {json.dumps(row["prompt"], sort_keys=True): row for row in rows}
     found: dict[str, dict[str, Any]] = {}
     try:
@@ -76,7 +76,7 @@ def _with_completions(rows: Sequence[dict[str, Any]], path: Path) -> list[dict[s
         raise DataError(
             f"--completions {path} is not in UTF-8 (byte {error.start + 1}). Convert the file first."
         ) from None
-    # Not splitlines: a completion may hold a line separator of Unicode, which JSON leaves as it is.
+    # Not splitlines: a completion may contain a Unicode line separator, which JSON does not escape.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -87,15 +87,15 @@ def _with_completions(rows: Sequence[dict[str, Any]], path: Path) -> list[dict[s
             texts = [_text(item) for item in _list(several)]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(
-                f"--completions {path}, line {number}: it needs a JSON object with `prompt` and `completion` (a text) "
+                f"--completions {path}, line {number}: expected a JSON object with `prompt` and `completion` (text) "
                 "or `completions` (several, or objects with `text`)."
             ) from error
         own = {name: value for name, value in entry.items() if name not in NOT_COLUMNS}
         row = known.get(prompt, {"prompt": entry["prompt"], **own} if own else None)
         if row is None:
             raise DataError(
-                f"--completions {path}, line {number}: its prompt is none of the {len(rows)} prompts of the recipe or "
-                "task, and the line has no other columns. Was it made with another task, seed or system message?"
+                f"--completions {path}, line {number}: the prompt is not one of the {len(rows)} prompts of the recipe "
+                "or task, and the line has no other columns. Was it sampled with another task, seed or system message?"
             )
         found.setdefault(prompt, {**row, "completions": []})["completions"] += texts
     if not found:
@@ -105,13 +105,13 @@ def _with_completions(rows: Sequence[dict[str, Any]], path: Path) -> list[dict[s
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError("no list of completions")
+        raise TypeError("not a list of completions")
     return value
 
 
 def _text(item: Any) -> str:
-    """A completion as a line of a file has it: a text, an object with `text`, or a list of messages."""
+    """The text of a completion, which may be a string, an object with `text`, or a list of messages."""
     text = item["text"] if isinstance(item, dict) and "text" in item else completion_text(item)
     if not isinstance(text, str):
-        raise TypeError("no text")
+        raise TypeError("not text")
     return text

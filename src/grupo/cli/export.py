@@ -1,4 +1,4 @@
-"""`grupo export`: a run's model for other programs, loaded back and compared before it is put in place."""
+"""`grupo export`: converts a run's model for other programs, and compares the result with the trained model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADAPTER_FILES = (
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What the command line says beside the source and the target; None: not given."""
+    """Options of the command line other than source and target; None if not given."""
 
     output: str | None = None
     dtype: str | None = None
@@ -41,7 +41,7 @@ class ExportOptions:
     revision: str | None = None
 
 
-USED_BY = {
+TARGETS_OF_OPTION = {
     "output": ("adapter", "merged", "gguf"),
     "dtype": ("merged",),
     "quantization": ("gguf",),
@@ -54,19 +54,19 @@ USED_BY = {
 
 
 def export(run: str, to: str, options: ExportOptions) -> int:
-    """Exports and says what was measured; exit code 0.
+    """Exports, prints how far the result differs from the trained model, and returns exit code 0.
 
     Raises:
-        ConfigError: an option of another target, or nothing to export.
-        ExportError: what was written is not the trained model, or the Hub was not reached.
+        ConfigError: an option belongs to another target, or there is nothing to export.
+        ExportError: the exported model differs from the trained one, or the Hub is unreachable.
     """
-    for name, targets in USED_BY.items():
+    for name, targets in TARGETS_OF_OPTION.items():
         if getattr(options, name) is not None and to not in targets:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} has no effect with --to {to}: it is for --to {' and --to '.join(targets)}.")
+            raise ConfigError(f"{flag} has no effect with --to {to}: use it with --to {' or --to '.join(targets)}.")
     if to == "hub":
         if options.repo is None:
-            raise ConfigError("--to hub needs the repository: --repo NAME or --repo OWNER/NAME.")
+            raise ConfigError("--to hub needs a repository: --repo NAME or --repo OWNER/NAME.")
         more: dict[str, Any] = {"private": options.private, "revision": options.revision}
         print(push(_folder_to_push(run), options.repo, **more))
         return 0
@@ -78,23 +78,23 @@ def export(run: str, to: str, options: ExportOptions) -> int:
     if to == "merged":
         merged = merge(str(source.folder), _output(run, options.output, "merged"), dtype=options.dtype, **about)
         _write_card(source, merged.folder)
-        print(f"{merged.folder}  {merged.dtype}, head and embedding {'tied' if merged.is_tied else 'apart'}")
-        print(f"merged against adapter on base: log-probs differ by {merged.merging.largest:.1e} nats at most")
-        print(f"rounding to {merged.dtype}: {merged.rounding.divergence:.1e} nats a token; "
-              f"training moved it by {merged.effect.divergence:.1e}")  # fmt: skip
+        print(f"{merged.folder}  {merged.dtype}, head and embedding {'tied' if merged.is_tied else 'separate'}")
+        print(f"merged model against adapter on base: log-probs differ by at most {merged.merging.largest:.1e} nats")
+        print(f"rounding to {merged.dtype}: difference {merged.rounding.divergence:.1e} nats/token "
+              f"(training changed the model by {merged.effect.divergence:.1e})")  # fmt: skip
         return 0
     quantization = options.quantization or "q8_0"
     made = to_gguf(
         str(source.folder), _output(run, options.output, f"{quantization}.gguf"), quantization=quantization, **about
     )
     print(f"{made.file}  {made.quantization}, {made.bytes / 1e6:.1f} MB, pre-tokenizer {made.pre_tokenizer}")
-    print(f"loaded back: {made.rounding.divergence:.1e} nats a token from the trained model; "
-          f"training moved it by {made.effect.divergence:.1e}")  # fmt: skip
+    print(f"difference from the trained model: {made.rounding.divergence:.1e} nats/token "
+          f"(training changed the model by {made.effect.divergence:.1e})")  # fmt: skip
     return 0
 
 
 def _output(run: str, given: str | None, ending: str) -> Path:
-    """By default beside the run: `runs/sums-merged`."""
+    """By default next to the run: `runs/sums-merged`."""
     folder = Path(run).resolve()
     path = Path(given) if given is not None else folder.with_name(f"{folder.name}-{ending}")
     check_free(path)
@@ -103,13 +103,13 @@ def _output(run: str, given: str | None, ending: str) -> Path:
 
 def _copy_adapter(source: Source, output: Path) -> None:
     if not source.is_adapter:
-        raise ConfigError(f"{source.folder} has a whole model and no adapter. Export it with --to merged.")
+        raise ConfigError(f"{source.folder} has a whole model, not an adapter. Export it with --to merged.")
     with staged(output) as folder:
         for pattern in ADAPTER_FILES:
             for file in source.folder.glob(pattern):
                 if file.is_file():
                     shutil.copy2(file, folder / file.name)
-        if source.quantization:  # of a PEFT model saved without the trainer, it is in the manifest alone
+        if source.quantization:  # a PEFT model saved without the trainer has it only in the manifest
             (folder / BASE_QUANTIZATION).write_text(json.dumps(source.quantization, indent=2) + "\n", encoding="utf-8")
         _check_loads(folder)
     base = source.adapter_config.get("base_model_name_or_path")
@@ -127,7 +127,7 @@ def _check_loads(folder: Path) -> None:
 
 
 def _folder_to_push(run: str) -> Path:
-    """The folder itself where it has files to upload, such as a GGUF file; the newest checkpoint of a killed run."""
+    """The folder itself if it has files to upload, such as a GGUF file; the latest checkpoint of a killed run."""
     folder = Path(run)
     if folder.is_dir() and (any(folder.glob("*.gguf")) or not (folder / "manifest.json").is_file()):
         return folder
@@ -138,6 +138,6 @@ def _write_card(source: Source, folder: Path) -> None:
     base = source.adapter_config.get("base_model_name_or_path")
     card = card_from_files(folder, source.run, base_model=base, is_adapter=(folder / ADAPTER_CONFIG).is_file())
     (folder / "README.md").write_text(card, encoding="utf-8")
-    drawing = source.run / REWARD_CURVE
-    if drawing.is_file():
-        shutil.copy2(drawing, folder / REWARD_CURVE)
+    plot = source.run / REWARD_CURVE
+    if plot.is_file():
+        shutil.copy2(plot, folder / REWARD_CURVE)

@@ -1,10 +1,11 @@
-"""The held-out evaluation of `grupo train`, once before training and once after, with the same random numbers."""
+"""The held-out evaluations of `grupo train`, before and after training, with the same random numbers."""
 
 from __future__ import annotations
 
 import json
 import logging
 import random
+from dataclasses import dataclass
 from typing import Any
 
 from grupo.data.prompts import Rows, rows_hash
@@ -16,40 +17,57 @@ from grupo.trainer import GRPOTrainer
 logger = logging.getLogger("grupo")
 
 
-def evaluation(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Evaluation | None:
-    """None where the recipe switches it off or has nothing held out."""
+@dataclass
+class HeldOutResults:
+    """The results before and after training; None if there was no evaluation."""
+
+    before: HeldOutResult | None = None
+    after: HeldOutResult | None = None
+
+    @property
+    def is_accuracy(self) -> bool:
+        """True if every result is one: a weighted reward that is 0 for all answers looks like one at the start."""
+        return all(result.is_accuracy for result in (self.before, self.after) if result is not None)
+
+    @property
+    def quantity(self) -> str:
+        return "accuracy" if self.is_accuracy else "mean reward"
+
+
+def make_evaluation(recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> Evaluation | None:
+    """None if the recipe switches the evaluation off or nothing is held out."""
     if not recipe.eval.enabled:
         return None
     if not len(rows):
-        logger.warning("Nothing is held out, so there is no evaluation. Set dataset.held_out to a number of rows.")
+        logger.warning("No rows are held out, so there is no evaluation. Set dataset.held_out to a number of rows.")
         return None
     return Evaluation(recipe, trainer, rows)
 
 
 class Evaluation:
-    """Answers to the held-out prompts of a recipe, and their files in the run folder."""
+    """Samples answers to the held-out prompts of a recipe and writes them to the run folder."""
 
     def __init__(self, recipe: Recipe, trainer: GRPOTrainer, rows: Rows) -> None:
         self.trainer, self.config = trainer, trainer.config
         self.samples_per_prompt = recipe.eval.samples_per_prompt
         self.prompts = trainer.tokenized_rows(rows, "held-out")
         if recipe.eval.max_prompts is not None and recipe.eval.max_prompts < len(self.prompts):
-            # Not the first ones: rows are often in order of difficulty.
-            drawn = random.Random(f"held-out prompts, seed {self.config.seed}")
-            self.prompts = drawn.sample(self.prompts, recipe.eval.max_prompts)
+            # Not the first ones: rows are often sorted by difficulty.
+            chooser = random.Random(f"held-out prompts, seed {self.config.seed}")
+            self.prompts = chooser.sample(self.prompts, recipe.eval.max_prompts)
         self.sampling = SamplingSpec(
             temperature=recipe.eval.temperature, max_new_tokens=self.config.sampling_spec().max_new_tokens
         )
 
     def run(self, when: str) -> HeldOutResult:
-        """Samples and scores, and writes `eval_{when}.json`."""
+        """Samples and scores answers, and writes `eval_{when}.json`."""
         result = evaluate_held_out(
             self.trainer.collector,
             self.prompts,
             samples_per_prompt=self.samples_per_prompt,
             sampling=self.sampling,
             weights=self.config.reward_weights,
-            rows_at_once=self.trainer.eval_rows_at_once(),
+            completions_at_once=self.trainer.eval_completions_at_once(),
             world_size=self.config.world_size,
             rank=self.config.process_index,
         )
@@ -59,33 +77,33 @@ class Evaluation:
         )
         return result
 
-    def earlier(self) -> HeldOutResult | None:
-        """That before training, of the run that is resumed; None where there is none, or it asked for something else.
+    def load_baseline(self) -> HeldOutResult | None:
+        """The evaluation before training of the resumed run; None if it is missing or had other settings.
 
-        The seed and the model are those of the checkpoint.
+        Seed and model are those of the checkpoint, and need no comparison.
         """
         found = self.trainer.run_folder.read_json("eval_before.json")
-        (found, *_) = self.trainer.collector.all_gather(found)  # the first process has written it
+        (found, *_) = self.trainer.collector.all_gather(found)  # rank 0 has written it
         if not found:
             return None
-        asked, now = found.get("settings", {}), json.loads(json.dumps(self.settings()))
-        changed = [name for name in now if asked.get(name) != now[name]]
+        saved, now = found.get("settings", {}), json.loads(json.dumps(self.settings()))
+        changed = [name for name in now if saved.get(name) != now[name]]
         if changed:
             logger.warning(
-                "The evaluation before training was made with other settings (%s), so it is made again, with the model "
-                "that the run began with.",
+                "The evaluation before training was made with other settings (%s), so it is repeated with the model "
+                "that the run started from.",
                 ", ".join(changed),
             )
             return None
         return HeldOutResult(tuple(found["groups"]))
 
     def settings(self) -> dict[str, Any]:
-        """What decides about the result, beside the model and the seed."""
+        """Everything that affects the result, except the model and the seed."""
         return {
             "prompts": rows_hash(self.prompts),
             "samples_per_prompt": self.samples_per_prompt,
             "temperature": self.sampling.temperature,
             "max_completion_length": self.sampling.max_new_tokens,
-            "rewards": self.trainer.rewards.identities,
+            "rewards": self.trainer.rewards.fingerprints,
             "reward_weights": self.config.reward_weights,
         }

@@ -14,39 +14,40 @@ from pathlib import Path
 from grupo._version import __version__
 from grupo.errors import ConfigError, DataError, GrupoError
 
-DONE, FAILED, USAGE = 0, 1, 2
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 OUTPUT = "training.output_dir"
+RECIPE_HELP = "a YAML file or the name of a built-in recipe (default: quickstart)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130
-    interrupted by Ctrl-C, 143 ended by SIGTERM."""
+    """Entry point of `grupo`. Exit codes: 0 done, 1 the run failed, 2 wrong usage or recipe, 130 stopped by Ctrl-C, 143
+    stopped by SIGTERM."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help(sys.stderr)
         parser.exit(USAGE)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries below, about their own next versions
+    warnings.filterwarnings("ignore", category=FutureWarning)  # from libraries, about their own next versions
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # complains about optional kernels when it is imported
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # complains about optional kernels when imported
     logging.getLogger("grupo").setLevel(logging.INFO if getattr(options, "verbose", False) else logging.WARNING)
     try:
-        with _plain_warnings():
+        with _short_warnings():
             return int(options.command(options))
     except (ConfigError, DataError) as error:
-        print(f"error{_of_process()}: {error}", file=sys.stderr)
+        print(f"error{_rank_suffix()}: {error}", file=sys.stderr)
         return USAGE
     except GrupoError as error:
-        print(f"the run stopped{_of_process()}: {error}", file=sys.stderr)
+        print(f"the run stopped{_rank_suffix()}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Warnings are sentences for the person: the line of code that gives them says nothing more."""
+def _short_warnings() -> Iterator[None]:
+    """Prints warnings without the line of code that raised them: they are sentences for users."""
     usual = warnings.formatwarning
     warnings.formatwarning = lambda message, *about, **more: f"{message}\n"
     try:
@@ -55,8 +56,8 @@ def _plain_warnings() -> Iterator[None]:
         warnings.formatwarning = usual
 
 
-def _of_process() -> str:
-    """Which of several processes has met an error: usually all of them, but not always."""
+def _rank_suffix() -> str:
+    """Names the process with an error, as it is not always all of them."""
     rank = os.environ.get("RANK", "0")
     return "" if rank == "0" else f" (process {rank})"
 
@@ -69,78 +70,79 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train by a recipe; without one, the quickstart")
-    train.add_argument("recipe", nargs="?", help="a YAML file or the name of a built-in recipe (default: quickstart)")
-    train.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-        help="change a value of the recipe, for example --set training.max_steps=6",
-    )  # fmt: skip
-    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in training.output_dir")
+    train = commands.add_parser("train", help="train with a recipe; without one, run the quickstart")
+    train.add_argument("recipe", nargs="?", help=RECIPE_HELP)
+    _add_set(train, "for example --set training.max_steps=6")
+    train.add_argument("--resume", action="store_true", help="continue from the last checkpoint in training.output_dir")
     train.add_argument("--accept-changes", default="", metavar="NAMES",
                        help="with --resume: settings that may have changed, such as steps,rewards")  # fmt: skip
-    train.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
-    train.add_argument("--verbose", action="store_true", help="say more")
+    _add_run_flags(train)
     train.set_defaults(command=_train)
 
-    sft = commands.add_parser("sft", help="only the supervised phase of a recipe: show it answers in the wanted form")
-    sft.add_argument("recipe", nargs="?", help="a YAML file or the name of a built-in recipe (default: quickstart)")
-    sft.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                     help="change a value of the recipe, for example --set sft.rows=50")  # fmt: skip
-    sft.add_argument("--dry-run", action="store_true", help="check everything and say what would be done")
-    sft.add_argument("--verbose", action="store_true", help="say more")
+    sft = commands.add_parser("sft", help="run only the supervised phase of a recipe: show it answers in a format")
+    sft.add_argument("recipe", nargs="?", help=RECIPE_HELP)
+    _add_set(sft, "for example --set sft.rows=50")
+    _add_run_flags(sft)
     sft.set_defaults(command=_sft)
-    export = commands.add_parser("export", help="write a run's model for other programs, or upload it")
-    export.add_argument("run", help="folder of a run, of a checkpoint, of an adapter or of a model")
+
+    export = commands.add_parser("export", help="convert a run's model for other programs, or upload it")
+    export.add_argument("run", help="folder of a run, a checkpoint, an adapter or a model")
     export.add_argument(
         "--to", required=True, choices=("adapter", "merged", "gguf", "hub"),
-        help="the adapter alone; adapter and base in one folder; a file for llama.cpp; an upload of the folder",
+        help="only the adapter; adapter and base in one model; a file for llama.cpp; an upload of the folder",
     )  # fmt: skip
-    export.add_argument("--output", help="where to; nothing is overwritten (default: beside the run, as in RUN-merged)")
+    export.add_argument("--output", help="target; nothing is overwritten (default: next to the run, as in RUN-merged)")
     export.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of merged weights (default: the base's)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of merged weights (default: that of the base)"
     )
     export.add_argument("--quantization", choices=("q8_0", "f16"), help="of a GGUF file (default: q8_0)")
-    export.add_argument("--base", help="name or path of the base model, where it is not where the adapter says")
+    export.add_argument("--base", help="name or path of the base model, if it has moved since training")
     export.add_argument(
         "--base-weights", choices=("dequantised", "original"),
-        help="of a base that was quantised in training: as it was trained on (default), or as it was before",
+        help="of a base that was quantised for training: as used in training (default), or as before quantisation",
     )  # fmt: skip
-    export.add_argument("--repo", help="of --to hub: NAME or OWNER/NAME; made where there is none")
-    export.add_argument("--private", action="store_true", default=None, help="of a new repository")
+    export.add_argument("--repo", help="for --to hub: NAME or OWNER/NAME; created if it does not exist")
+    export.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     export.add_argument("--revision", help="branch of the repository")
-    export.add_argument("--verbose", action="store_true", help="say more")
+    export.add_argument("--verbose", action="store_true", help="print more details")
     export.set_defaults(command=_export)
 
-    for name, command, text in (
-        ("tasks", _tasks, "list the built-in tasks"),
-        ("env", _env, "show versions and accelerators"),
-    ):
-        commands.add_parser(name, help=text).set_defaults(command=command)
+    commands.add_parser("tasks", help="list the built-in tasks").set_defaults(command=_tasks)
+    commands.add_parser("env", help="show versions and accelerators").set_defaults(command=_env)
 
     rewards = commands.add_parser("rewards", help="list the built-in rewards, or check rewards before training")
     rewards.set_defaults(command=_rewards)
     check = rewards.add_subparsers(metavar="COMMAND").add_parser("check", help="find faults of rewards")
     check.add_argument("sources", nargs="+", metavar="RECIPE_OR_NAME", help="one recipe, or names of rewards")
-    check.add_argument("--task", help="whose prompts the named rewards are checked with (default: times-tables)")
+    check.add_argument("--task", help="task whose prompts are used for rewards given by name (default: times-tables)")
     check.add_argument("--completions", help="JSON lines with sampled completions, such as a run's completions.jsonl")
-    check.add_argument("--gold-form", help="how a right completion is written, with {answer} and {reasoning} in it")
-    check.add_argument("--timeout", type=float, default=10.0, help="seconds that one call may take (default: 10)")
-    check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                       help="change a value of the recipe")  # fmt: skip
+    check.add_argument("--gold-form", help="format of a correct completion, with {answer} and {reasoning} in it")
+    check.add_argument("--timeout", type=float, default=10.0, help="time limit of one call in seconds (default: 10)")
+    _add_set(check, "if rewards are given by a recipe")
     check.set_defaults(command=_check_rewards)
 
     recipes = commands.add_parser("recipes", help="list the built-in recipes, or show one of them")
     recipes.set_defaults(command=_recipes)
-    show = recipes.add_subparsers(metavar="COMMAND").add_parser("show", help="print a recipe, to start one's own from")
+    show = recipes.add_subparsers(metavar="COMMAND").add_parser("show", help="print a recipe as a starting point")
     show.add_argument("name", help="of a built-in recipe")
     show.set_defaults(command=_show_recipe)
     return parser
 
 
-def _train(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import load_recipe
+def _add_set(parser: argparse.ArgumentParser, example: str) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help=f"change a value of the recipe, {example}")  # fmt: skip
 
-    # A recipe with a mistake is refused before anything slow is imported.
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="check everything and show what the run would do")
+    parser.add_argument("--verbose", action="store_true", help="print more details")
+
+
+def _train(options: argparse.Namespace) -> int:
+    from grupo.recipes.yaml_io import load_recipe
+
+    # A mistake in the recipe is found before anything slow is imported.
     recipe = load_recipe(options.recipe, options.overrides)
 
     from rich.console import Console
@@ -149,34 +151,33 @@ def _train(options: argparse.Namespace) -> int:
     from grupo.cli.train import train
 
     disable_progress_bar()  # of loading and saving; training has its own
-
     if options.resume and not any(text.partition("=")[0].strip() == OUTPUT for text in options.overrides):
-        _check_place(options.recipe, recipe.training.get("output_dir"))
+        _check_run_not_moved(options.recipe, recipe.training.get("output_dir"))
     if options.accept_changes and not options.resume:
-        raise ConfigError("--accept-changes is about what differs from a checkpoint: it needs --resume.")
+        raise ConfigError("--accept-changes is about differences from a checkpoint: it needs --resume.")
     return train(
         recipe, Console(), resume=options.resume, accept_changes=options.accept_changes, dry_run=options.dry_run
     )
 
 
-def _check_place(recipe: str | None, output_dir: str | None) -> None:
-    """The recipe in a run folder that was moved, or is named from elsewhere, would start another run.
+def _check_run_not_moved(recipe: str | None, output_dir: str | None) -> None:
+    """Checks that a recipe in a run folder resumes this run: its output_dir may be outdated, or relative to elsewhere.
 
     Raises:
-        ConfigError: its output_dir is another folder than the one that it is in.
+        ConfigError: output_dir is another folder.
     """
     folder = Path(recipe or "").parent
     if recipe is None or output_dir is None or not (Path(recipe).is_file() and (folder / "manifest.json").is_file()):
         return
     if folder.resolve() != Path(output_dir).resolve():
         raise ConfigError(
-            f"--resume: {recipe} is in the folder of a run, and its {OUTPUT}={output_dir!r} is another folder from "
-            f"here. To go on with the run that it is in, add --set {OUTPUT}={str(folder)!r}."
+            f"--resume: {recipe} is in a run folder, but its {OUTPUT}={output_dir!r} is a different folder from here. "
+            f"To continue the run that it is in, add --set {OUTPUT}={str(folder)!r}."
         )
 
 
 def _sft(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import load_recipe
+    from grupo.recipes.yaml_io import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
 
@@ -186,7 +187,6 @@ def _sft(options: argparse.Namespace) -> int:
     from grupo.cli.sft import sft
 
     disable_progress_bar()
-
     return sft(recipe, Console(), dry_run=options.dry_run)
 
 
@@ -206,24 +206,14 @@ def _export(options: argparse.Namespace) -> int:
 def _print_list(lines: Iterable[str]) -> None:
     try:
         print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python would complain again at its end
+    except BrokenPipeError:  # a reader such as `head` has stopped reading; Python would complain again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    from grupo.tasks.registry import TASKS, make_task
+    from grupo.tasks.registry import describe_tasks
 
-    lines = []
-    for name in TASKS:
-        task = make_task(name)
-        lines.append(f"{name}: {task.description} {len(task.train)} training prompts, {len(task.held_out)} held out; "
-                     f"rewards {', '.join(task.rewards)}")  # fmt: skip
-        lines += [f"    level {level}: {asked}" for level, asked in enumerate(task.levels, start=1)]
-        row = task.train[0]
-        answer = f" -> {row['answer']!r}" if "answer" in row else ""
-        lines.append(f"    sample: {row['prompt'][-1]['content']!r}{answer}")
-    lines.append("reasoning-gym:NAME: any task of reasoning-gym, with its own scorer; needs pip install reasoning-gym")
-    _print_list(lines)
+    _print_list(describe_tasks())
     return DONE
 
 
@@ -257,14 +247,14 @@ def _check_rewards(options: argparse.Namespace) -> int:
 
 
 def _recipes(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import built_in_recipes, description
+    from grupo.recipes.yaml_io import built_in_recipes, description
 
     _print_list(f"{name}: {description(name)}" for name in built_in_recipes())
     return DONE
 
 
 def _show_recipe(options: argparse.Namespace) -> int:
-    from grupo.recipes.schema import built_in_text
+    from grupo.recipes.yaml_io import built_in_text
 
     print(built_in_text(options.name), end="")
     return DONE
@@ -275,7 +265,7 @@ def _env(options: argparse.Namespace) -> int:
 
     import torch
 
-    from grupo.runs.folder import PACKAGES, installed_version
+    from grupo.runs.manifest import PACKAGES, installed_version
 
     print(f"grupo {__version__}, Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} CPU cores")
     for package in PACKAGES:
@@ -288,7 +278,3 @@ def _env(options: argparse.Namespace) -> int:
             name = torch.cuda.get_device_name(index) if accelerator.type == "cuda" else accelerator.type
             print(f"accelerator {index}: {name}")
     return DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

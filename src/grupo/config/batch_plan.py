@@ -1,11 +1,11 @@
-"""The batch arithmetic of a run, done once: what a rollout, an optimizer step and an epoch consist of; without torch.
+"""The batch arithmetic of a run: the sizes of a rollout, an optimizer step and an epoch. Imports no torch.
 
     optimizer step   per_device_train_batch_size x gradient_accumulation_steps x processes completions
-    rollout          per_device_train_batch_size x steps_per_generation x processes completions, sampled together;
-                     num_iterations passes are made over them
+    rollout          per_device_train_batch_size x steps_per_generation x processes completions, sampled together and
+                     used for num_iterations passes
 
-Rules: a rollout holds whole groups of `num_generations`; a rollout is used up by whole optimizer steps, or a step
-takes whole rollouts. What an epoch has left over is dropped and stated.
+Rules: a rollout consists of whole groups of `num_generations`; either a rollout is a whole number of optimizer steps,
+or a step is a whole number of rollouts. Prompts left over at the end of an epoch are dropped and reported.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from grupo.errors import ConfigError
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 if TYPE_CHECKING:
-    from grupo.config.grpo_config import GRPOConfig
+    from grupo.config.fields import GRPOFields
 
 _MAX_SUGGESTIONS = 3
 _MAX_TRIED_VALUES = 20_000
@@ -27,14 +27,14 @@ _MAX_TRIED_VALUES = 20_000
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Resolved batch numbers of a run. Counts are over all processes unless they say otherwise."""
+    """Resolved batch sizes of a run. Counts are over all processes unless stated otherwise."""
 
     micro_batch_size: int
-    """Completions per device, of which the longest have room in one forward pass."""
+    """Completions per device; a forward pass has room for this many of the longest ones."""
     gradient_accumulation_steps: int
-    """Forward passes per optimizer step and device, after a raise."""
-    raised_from: int | None
-    """What the user had set for accumulation, where it was raised to fill one group; otherwise None."""
+    """Forward passes per optimizer step and device, after it was raised if necessary."""
+    original_accumulation: int | None
+    """The gradient_accumulation_steps that the user set, if it was raised to fill one group; otherwise None."""
     steps_per_generation: int
     """Micro-batches per device and rollout."""
     num_iterations: int
@@ -47,20 +47,20 @@ class StepPlan:
     completions_per_rollout: int
     prompts_per_rollout: int
     steps_per_rollout: int
-    """Optimizer steps from one rollout to the next, all passes included. 1 where a step takes several rollouts."""
+    """Optimizer steps per rollout over all passes. 1 where a step uses several rollouts."""
     rollouts_per_step: int
-    """Rollouts that one optimizer step takes; 1 where a rollout serves one or more steps."""
+    """Rollouts per optimizer step; 1 where a rollout is used for one or more steps."""
     num_prompts: int | None
-    """Rows of the dataset; None: not known yet, and so are the numbers per epoch."""
+    """Rows of the dataset; None: not known yet, like the numbers per epoch."""
     rollouts_per_epoch: int | None
-    """Rollouts that are really made: a last one that would fill no whole optimizer step is not."""
+    """Rollouts per epoch, without a last one that would not fill an optimizer step."""
     steps_per_epoch: int | None
     dropped_prompts_per_epoch: int | None
 
     @classmethod
-    def from_config(cls, config: GRPOConfig, *, num_prompts: int | None, world_size: int | None = None) -> StepPlan:
-        """Raises ConfigError where the numbers do not fit together, with settings that would."""
-        numbers = _Numbers(
+    def from_config(cls, config: GRPOFields, *, num_prompts: int | None, world_size: int | None = None) -> StepPlan:
+        """Raises ConfigError where the settings do not fit together, and suggests settings that do."""
+        settings = _BatchSettings(
             per_device_train_batch_size=config.per_device_train_batch_size,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             num_generations=config.num_generations,
@@ -70,102 +70,103 @@ class StepPlan:
             world_size=config.world_size if world_size is None else world_size,
             num_prompts=num_prompts,
         )
-        misfit = _misfit(numbers)
-        if misfit is not None:
-            raise ConfigError(f"{misfit} {_advice(numbers)}")
-        return cls._of_fitting(numbers)
+        violation = _first_violation(settings)
+        if violation is not None:
+            raise ConfigError(f"{violation} {_suggestions(settings)}")
+        return cls._resolve(settings)
 
     @classmethod
-    def _of_fitting(cls, numbers: _Numbers) -> StepPlan:
-        accumulation = numbers.accumulation
-        per_forward = numbers.per_forward
-        window = numbers.window
-        prompts_per_rollout, rollouts_per_step = numbers.prompts_per_rollout, numbers.rollouts_per_step
-        steps_per_rollout = max(1, window * numbers.num_iterations // accumulation)
+    def _resolve(cls, settings: _BatchSettings) -> StepPlan:
+        accumulation = settings.accumulation
+        per_forward = settings.per_forward
+        window = settings.micro_batches_per_rollout
+        prompts_per_rollout, rollouts_per_step = settings.prompts_per_rollout, settings.rollouts_per_step
+        steps_per_rollout = max(1, window * settings.num_iterations // accumulation)
         rollouts = steps = dropped = None
-        if numbers.num_prompts is not None:
-            steps_worth = numbers.num_prompts // (prompts_per_rollout * rollouts_per_step)
+        if settings.num_prompts is not None:
+            steps_worth = settings.num_prompts // (prompts_per_rollout * rollouts_per_step)
             rollouts = steps_worth * rollouts_per_step
             steps = steps_worth * steps_per_rollout
-            dropped = numbers.num_prompts - rollouts * prompts_per_rollout
+            dropped = settings.num_prompts - rollouts * prompts_per_rollout
         return cls(
-            micro_batch_size=numbers.per_device_train_batch_size,
+            micro_batch_size=settings.per_device_train_batch_size,
             gradient_accumulation_steps=accumulation,
-            raised_from=numbers.gradient_accumulation_steps if numbers.is_raised else None,
+            original_accumulation=settings.gradient_accumulation_steps if settings.is_accumulation_raised else None,
             steps_per_generation=window,
-            num_iterations=numbers.num_iterations,
-            num_generations=numbers.num_generations,
-            world_size=numbers.world_size,
+            num_iterations=settings.num_iterations,
+            num_generations=settings.num_generations,
+            world_size=settings.world_size,
             completions_per_step=per_forward * accumulation,
             completions_per_rollout=per_forward * window,
             prompts_per_rollout=prompts_per_rollout,
             steps_per_rollout=steps_per_rollout,
             rollouts_per_step=rollouts_per_step,
-            num_prompts=numbers.num_prompts,
+            num_prompts=settings.num_prompts,
             rollouts_per_epoch=rollouts,
             steps_per_epoch=steps,
             dropped_prompts_per_epoch=dropped,
         )
 
     def total_steps(self, num_train_epochs: float, max_steps: int = -1) -> int:
-        """Optimizer steps of the run, as transformers counts them: a positive `max_steps` wins over the epochs."""
+        """Optimizer steps of the run, as in transformers: a positive `max_steps` takes precedence over epochs."""
         if max_steps > 0:
             return max_steps
         if self.steps_per_epoch is None:
             raise ConfigError(
-                "The number of prompts is not known, so epochs cannot be counted. Set max_steps to the number of "
+                "The number of prompts is unknown, so epochs cannot be counted. Set max_steps to the number of "
                 "optimizer steps."
             )
         return math.ceil(num_train_epochs * self.steps_per_epoch)
 
     def describe(self) -> list[str]:
-        """What a run prints before it starts, one line each."""
+        """The lines that a run prints before it starts."""
         lines = (self._raise_line(), self._step_line(), self._rollout_line(), self._epoch_line())
         return [line for line in lines if line is not None]
 
     def _raise_line(self) -> str | None:
-        if self.raised_from is None:
+        if self.original_accumulation is None:
             return None
         return (
-            f"gradient_accumulation_steps raised from {self.raised_from} to {self.gradient_accumulation_steps}, so "
-            f"that an optimizer step holds one whole group of {self.num_generations} completions"
+            f"gradient_accumulation_steps raised from {self.original_accumulation} to "
+            f"{self.gradient_accumulation_steps}, so that an optimizer step contains one whole group of "
+            f"{self.num_generations} completions"
         )
 
     def _step_line(self) -> str:
         groups, rest = divmod(self.completions_per_step, self.num_generations)
         if rest == 0:
-            content = f"of {counted(groups, 'prompt')}"
+            content = f"of {pluralize(groups, 'prompt')}"
         else:
             content = f"({self.completions_per_step / self.num_generations:.3g} groups of {self.num_generations})"
         return (
-            f"optimizer step: {counted(self.completions_per_step, 'completion')} {content} = {self.micro_batch_size} "
-            f"per device x {counted(self.gradient_accumulation_steps, 'accumulation step')} x "
-            f"{counted(self.world_size, 'process')}"
+            f"optimizer step: {pluralize(self.completions_per_step, 'completion')} {content} = {self.micro_batch_size} "
+            f"per device x {pluralize(self.gradient_accumulation_steps, 'accumulation step')} x "
+            f"{pluralize(self.world_size, 'process')}"
         )
 
     def _rollout_line(self) -> str:
-        size = f"{counted(self.completions_per_rollout, 'completion')} of {counted(self.prompts_per_rollout, 'prompt')}"
+        completions = pluralize(self.completions_per_rollout, "completion")
+        size = f"{completions} of {pluralize(self.prompts_per_rollout, 'prompt')}"
         if self.rollouts_per_step > 1:
             use = f"{self.rollouts_per_step} rollouts per optimizer step"
         else:
-            use = f"used for {counted(self.steps_per_rollout, 'optimizer step')}"
+            use = f"used for {pluralize(self.steps_per_rollout, 'optimizer step')}"
         passes = f", {self.num_iterations} passes over each completion" if self.num_iterations > 1 else ""
         return f"rollout: {size}, {use}{passes}"
 
     def _epoch_line(self) -> str | None:
         if self.rollouts_per_epoch is None or self.steps_per_epoch is None:
             return None
-        line = (
-            f"epoch: {counted(self.rollouts_per_epoch, 'rollout')}, {counted(self.steps_per_epoch, 'optimizer step')}"
-        )
+        rollouts, steps = self.rollouts_per_epoch, self.steps_per_epoch
+        line = f"epoch: {pluralize(rollouts, 'rollout')}, {pluralize(steps, 'optimizer step')}"
         if self.dropped_prompts_per_epoch:
             line += f"; {self.dropped_prompts_per_epoch} of {self.num_prompts} prompts left over and dropped"
         return line
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """What the user set."""
+class _BatchSettings:
+    """Batch sizes as set by the user."""
 
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
@@ -178,22 +179,26 @@ class _Numbers:
 
     @property
     def per_forward(self) -> int:
-        """Completions of one forward pass, over all processes."""
+        """Completions per forward pass, over all processes."""
         return self.per_device_train_batch_size * self.world_size
 
     @property
-    def is_raised(self) -> bool:
-        """One step is a smaller part of one group, and nothing was said about the size of a rollout."""
+    def is_accumulation_raised(self) -> bool:
+        """Whether a step is only a part of one group, and the size of a rollout is not set."""
         completions = self.per_forward * self.gradient_accumulation_steps
-        window_is_free = self.steps_per_generation is None and self.generation_batch_size is None
-        return window_is_free and completions < self.num_generations and self.num_generations % completions == 0
+        rollout_size_unset = self.steps_per_generation is None and self.generation_batch_size is None
+        return rollout_size_unset and completions < self.num_generations and self.num_generations % completions == 0
 
     @property
     def accumulation(self) -> int:
-        return self.num_generations // self.per_forward if self.is_raised else self.gradient_accumulation_steps
+        return (
+            self.num_generations // self.per_forward
+            if self.is_accumulation_raised
+            else self.gradient_accumulation_steps
+        )
 
     @property
-    def window(self) -> int:
+    def micro_batches_per_rollout(self) -> int:
         """Micro-batches per device and rollout."""
         if self.generation_batch_size is not None:
             return self.generation_batch_size // self.per_forward
@@ -201,95 +206,99 @@ class _Numbers:
 
     @property
     def prompts_per_rollout(self) -> int:
-        return self.per_forward * self.window // self.num_generations
+        return self.per_forward * self.micro_batches_per_rollout // self.num_generations
 
     @property
     def rollouts_per_step(self) -> int:
-        return max(1, self.accumulation // self.window) if self.num_iterations == 1 else 1
+        return max(1, self.accumulation // self.micro_batches_per_rollout) if self.num_iterations == 1 else 1
 
 
-def _misfit(numbers: _Numbers) -> str | None:
-    """The first rule that the numbers break, as a sentence; None: they fit."""
-    group = numbers.num_generations
-    if numbers.steps_per_generation is not None and numbers.generation_batch_size is not None:
+def _first_violation(settings: _BatchSettings) -> str | None:
+    """Error message for the first rule that the settings violate; None: they fit together."""
+    group = settings.num_generations
+    if settings.steps_per_generation is not None and settings.generation_batch_size is not None:
         return (
-            f"steps_per_generation={numbers.steps_per_generation} and generation_batch_size="
-            f"{numbers.generation_batch_size} both set the size of a rollout: set one of them."
+            f"steps_per_generation={settings.steps_per_generation} and generation_batch_size="
+            f"{settings.generation_batch_size} both set the size of a rollout: set one of them."
         )
     if group < 2:
-        return f"num_generations={group}: advantages compare the completions of one prompt, which takes at least 2."
-    rollout_is_cut = _uneven_rollout(numbers) or _cut_group(numbers)
-    return rollout_is_cut or _uneven_steps(numbers) or _too_few_prompts(numbers)
-
-
-def _uneven_rollout(numbers: _Numbers) -> str | None:
-    size = numbers.generation_batch_size
-    if size is None or (size >= numbers.per_forward and size % numbers.per_forward == 0):
-        return None
+        return f"num_generations={group}: advantages compare the completions of one prompt, which requires at least 2."
     return (
-        f"generation_batch_size={size} is not a multiple of the {counted(numbers.per_forward, 'completion')} of one "
-        f"forward pass (per_device_train_batch_size={numbers.per_device_train_batch_size} x "
-        f"{counted(numbers.world_size, 'process')})."
+        _partial_forward_pass(settings)
+        or _partial_group(settings)
+        or _partial_step(settings)
+        or _too_few_prompts(settings)
     )
 
 
-def _cut_group(numbers: _Numbers) -> str | None:
-    completions = numbers.per_forward * numbers.window
-    if completions % numbers.num_generations == 0:
+def _partial_forward_pass(settings: _BatchSettings) -> str | None:
+    size = settings.generation_batch_size
+    if size is None or (size >= settings.per_forward and size % settings.per_forward == 0):
         return None
-    of_user = numbers.steps_per_generation is not None or numbers.generation_batch_size is not None
-    window_name = "steps per generation" if of_user else "gradient_accumulation_steps"
     return (
-        f"A rollout of {counted(completions, 'completion')} (per_device_train_batch_size="
-        f"{numbers.per_device_train_batch_size} x {numbers.window} {window_name} x "
-        f"{counted(numbers.world_size, 'process')}) does not hold whole groups of num_generations="
-        f"{numbers.num_generations}."
+        f"generation_batch_size={size} is not a multiple of the {pluralize(settings.per_forward, 'completion')} of one "
+        f"forward pass (per_device_train_batch_size={settings.per_device_train_batch_size} x "
+        f"{pluralize(settings.world_size, 'process')})."
     )
 
 
-def _uneven_steps(numbers: _Numbers) -> str | None:
-    accumulation, window, passes = numbers.accumulation, numbers.window, numbers.num_iterations
+def _partial_group(settings: _BatchSettings) -> str | None:
+    completions = settings.per_forward * settings.micro_batches_per_rollout
+    if completions % settings.num_generations == 0:
+        return None
+    is_set = settings.steps_per_generation is not None or settings.generation_batch_size is not None
+    factor_name = "steps per generation" if is_set else "gradient_accumulation_steps"
+    return (
+        f"A rollout of {pluralize(completions, 'completion')} (per_device_train_batch_size="
+        f"{settings.per_device_train_batch_size} x {settings.micro_batches_per_rollout} {factor_name} x "
+        f"{pluralize(settings.world_size, 'process')}) is not a whole number of groups of num_generations="
+        f"{settings.num_generations}."
+    )
+
+
+def _partial_step(settings: _BatchSettings) -> str | None:
+    accumulation, window, passes = settings.accumulation, settings.micro_batches_per_rollout, settings.num_iterations
     if (window * passes) % accumulation == 0 or (passes == 1 and accumulation % window == 0):
         return None
     return (
-        f"A rollout of {counted(window, 'micro-batch')} x num_iterations={passes} is not used up by whole optimizer "
-        f"steps of gradient_accumulation_steps={accumulation}."
+        f"A rollout of {pluralize(window, 'micro-batch')} x num_iterations={passes} is not a whole number of optimizer "
+        f"steps with gradient_accumulation_steps={accumulation}."
     )
 
 
-def _too_few_prompts(numbers: _Numbers) -> str | None:
-    if numbers.num_prompts is None:
+def _too_few_prompts(settings: _BatchSettings) -> str | None:
+    if settings.num_prompts is None:
         return None
-    rollouts = numbers.rollouts_per_step
-    needed = numbers.prompts_per_rollout * rollouts
-    if numbers.num_prompts >= needed:
+    rollouts = settings.rollouts_per_step
+    needed = settings.prompts_per_rollout * rollouts
+    if settings.num_prompts >= needed:
         return None
     what = "one rollout" if rollouts == 1 else f"one optimizer step ({rollouts} rollouts)"
     return (
-        f"The dataset has {counted(numbers.num_prompts, 'prompt')}, and {what} needs {needed} "
-        f"({needed * numbers.num_generations} completions, {numbers.num_generations} per prompt)."
+        f"The dataset has {pluralize(settings.num_prompts, 'prompt')}, and {what} needs {needed} "
+        f"({needed * settings.num_generations} completions, {settings.num_generations} per prompt)."
     )
 
 
-def _advice(numbers: _Numbers) -> str:
-    """Settings that fit: one changed number each, else a set of them, else the size of a dataset that would do."""
-    settings = [f"{name}={value}" for name, value in _fitting_changes(numbers)]
-    if len(settings) == 1:
-        return f"This fits: {settings[0]}."
-    if settings:
-        return f"Any one of these fits: {', '.join(settings[:_MAX_SUGGESTIONS])}."
-    group, processes = numbers.num_generations, numbers.world_size
+def _suggestions(settings: _BatchSettings) -> str:
+    """Suggests single changes that fit; otherwise a combination; otherwise the size of the dataset that is needed."""
+    changes = [f"{name}={value}" for name, value in _fitting_changes(settings)]
+    if len(changes) == 1:
+        return f"This fits: {changes[0]}."
+    if changes:
+        return f"Any one of these fits: {', '.join(changes[:_MAX_SUGGESTIONS])}."
+    group, processes = settings.num_generations, settings.world_size
     smallest = replace(
-        numbers,
+        settings,
         per_device_train_batch_size=group // math.gcd(group, processes),
         gradient_accumulation_steps=1,
         steps_per_generation=None,
         generation_batch_size=None,
     )
-    if _misfit(smallest) is not None:
+    if _first_violation(smallest) is not None:
         return (
-            f"With num_generations={group} on {counted(processes, 'process')} it takes at least "
-            f"{counted(processes // math.gcd(group, processes), 'prompt')}."
+            f"With num_generations={group} on {pluralize(processes, 'process')}, the dataset needs at least "
+            f"{pluralize(processes // math.gcd(group, processes), 'prompt')}."
         )
     return (
         f"These fit together: per_device_train_batch_size={smallest.per_device_train_batch_size}, "
@@ -297,8 +306,8 @@ def _advice(numbers: _Numbers) -> str:
     )
 
 
-def _fitting_changes(numbers: _Numbers) -> Iterator[tuple[str, int | None]]:
-    if numbers.steps_per_generation is not None and numbers.generation_batch_size is not None:
+def _fitting_changes(settings: _BatchSettings) -> Iterator[tuple[str, int | None]]:
+    if settings.steps_per_generation is not None and settings.generation_batch_size is not None:
         names: tuple[str, ...] = ("steps_per_generation", "generation_batch_size")
         candidates: dict[str, Iterator[int | None]] = {name: iter((None,)) for name in names}
     else:
@@ -309,18 +318,18 @@ def _fitting_changes(numbers: _Numbers) -> Iterator[tuple[str, int | None]]:
             "steps_per_generation",
             "generation_batch_size",
         )
-        candidates = {name: _nearby(getattr(numbers, name), numbers) for name in names if getattr(numbers, name)}
+        candidates = {name: _nearby(getattr(settings, name), settings) for name in names if getattr(settings, name)}
     for name, values in candidates.items():
         for value in values:
-            changed = replace(numbers, **{name: value})  # type: ignore[arg-type]
-            if _misfit(changed) is None and not changed.is_raised:
+            changed = replace(settings, **{name: value})  # type: ignore[arg-type]
+            if _first_violation(changed) is None and not changed.is_accumulation_raised:
                 yield name, value
                 break
 
 
-def _nearby(current: int, numbers: _Numbers) -> Iterator[int]:
-    """Other positive numbers, nearest first. Every fit recurs within group x accumulation micro-batches."""
-    reach = current + numbers.num_generations * max(numbers.per_forward, numbers.gradient_accumulation_steps)
+def _nearby(current: int, settings: _BatchSettings) -> Iterator[int]:
+    """Other positive values, nearest first. Whether a value fits repeats within group x accumulation micro-batches."""
+    reach = current + settings.num_generations * max(settings.per_forward, settings.gradient_accumulation_steps)
     for distance in range(1, min(reach, _MAX_TRIED_VALUES)):
         if current - distance >= 1:
             yield current - distance

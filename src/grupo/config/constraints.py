@@ -1,8 +1,10 @@
-"""What single fields of GRPOConfig may hold: choices, types and ranges."""
+"""Allowed values of single fields of GRPOConfig: choices, types and ranges.
+
+The checks take the fields as a mapping, name -> value, and raise ConfigError.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 import os
@@ -10,22 +12,18 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import SchedulerType
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
+from grupo.algo.registry import LOSSES
 from grupo.errors import ConfigError
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
-if TYPE_CHECKING:
-    from grupo.config.grpo_config import GRPOConfig
-
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gspo")
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "loss_type": LOSS_TYPES,
+CHOICES: dict[str, Collection[str]] = {
+    "loss_type": LOSSES.keys(),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -42,30 +40,20 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "hub_strategy": tuple(name.value for name in HubStrategy),
 }
 
-_NO = {**{name: "no" for name, options in CHOICES.items() if "no" in options}, "report_to": "none", "debug": ""}
-
-QUOTES = " In YAML, yes, no, on and off are read as True and False: where text is meant, put it in quotes."
 _MAX_LISTED = 12
 
 _TYPE_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
 
 
-def no_as_text(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The fields with a choice "no" or "none", where YAML has read a bare `no` or `off` as False."""
-    return {name: _NO[name] for name, value in fields.items() if value is False and name in _NO}
-
-
-def check_choices(config: GRPOConfig) -> None:
+def check_choices(fields: Mapping[str, Any]) -> None:
     for name, options in CHOICES.items():
-        check_choice(name, getattr(config, name), options)
+        check_choice(name, fields[name], options)
 
 
 def check_choice(name: str, value: Any, options: Collection[str]) -> None:
     if isinstance(value, str) and value in options:
         return
-    if isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not one of {_listed(options)}.{QUOTES}")
-    hint = nearest(value, options)
+    hint = did_you_mean(value, options)
     if hint and len(options) > _MAX_LISTED:
         raise ConfigError(f"{name}={value!r} is not an option of transformers.{hint}")
     raise ConfigError(f"{name}={value!r} is not one of {_listed(options)}.{hint}")
@@ -75,29 +63,27 @@ def _listed(options: Collection[str]) -> str:
     return ", ".join(repr(option) for option in options)
 
 
-def plain_types(config_class: type[GRPOConfig]) -> dict[str, tuple[type, ...]]:
-    """Field -> its types, for the fields whose types are all plain."""
-    plain: dict[str, tuple[type, ...]] = {}
+def simple_field_types(config_class: type[Any]) -> dict[str, tuple[type, ...]]:
+    """Field name -> alternative types, for fields of bool, int, float, str and None only."""
+    simple: dict[str, tuple[type, ...]] = {}
     for name, hint in typing.get_type_hints(config_class).items():
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         alternatives = typing.get_args(hint) if is_union else (hint,)
         if all(alternative in _TYPE_WORDS for alternative in alternatives):
-            plain[name] = alternatives
-    # Meant for the user's own script, where True is as usual as a path.
-    del plain["resume_from_checkpoint"]
-    return plain
+            simple[name] = alternatives
+    # For the user's own script, where True is as common as a path.
+    del simple["resume_from_checkpoint"]
+    return simple
 
 
-def check_types(config: GRPOConfig, plain_types: Mapping[str, tuple[type, ...]]) -> None:
-    """Flags that are text, numbers that are text, numbers that are not a number."""
-    for field in dataclasses.fields(config):
-        allowed = plain_types.get(field.name)
-        value = getattr(config, field.name)
-        if allowed is None or any(_has_type(value, one) for one in allowed):
+def check_types(fields: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]) -> None:
+    """Refuses text in place of flags and numbers, and NaN."""
+    for name, allowed in types.items():
+        value = fields[name]
+        if any(_has_type(value, one) for one in allowed):
             continue
         words = " or ".join(_TYPE_WORDS[one] for one in allowed)
-        hint = QUOTES if isinstance(value, bool) and str in allowed else _type_hint(value)
-        raise ConfigError(f"{field.name}={value!r}: expected {words}.{hint}")
+        raise ConfigError(f"{name}={value!r}: expected {words}.{_type_hint(value)}")
 
 
 def _has_type(value: Any, wanted: type) -> bool:
@@ -113,16 +99,16 @@ def _has_type(value: Any, wanted: type) -> bool:
 
 
 def _type_hint(value: Any) -> str:
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return " Text is always true; write it without quotes."
-    if isinstance(value, str):
-        return " In YAML, 1e-6 is text; write 1.0e-6." if "e" in value.lower() else " Write it without quotes."
-    return ""
+    if not isinstance(value, str):
+        return ""
+    if value.lower() in ("true", "false", "yes", "no", "on", "off"):
+        return " Any text counts as true; write true or false without quotes."
+    return " Write it without quotes."
 
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed values of a number."""
+    """Allowed range of a number."""
 
     at_least: float | None = None
     above: float | None = None
@@ -156,14 +142,14 @@ RANGES: dict[str, Range] = {
     "per_device_eval_batch_size": _COUNT,
     "gradient_accumulation_steps": _COUNT,
     "num_train_epochs": _POSITIVE,
-    "seed": Range(at_least=0, at_most=2**32 - 1, why="what numpy and torch take"),
+    "seed": Range(at_least=0, at_most=2**32 - 1, why="the range of numpy and torch"),
     "learning_rate": _NOT_NEGATIVE,
     "warmup_steps": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
     "adam_beta1": _MOMENT,
     "adam_beta2": _MOMENT,
     "adam_epsilon": _POSITIVE,
-    "max_grad_norm": Range(at_least=0, may_be_infinite=True, why="0 switches clipping off"),
+    "max_grad_norm": Range(at_least=0, may_be_infinite=True, why="0 turns clipping off"),
     "num_generations": Range(at_least=2, why="advantages compare the completions of one prompt"),
     "num_generations_eval": _COUNT,
     "max_completion_length": _COUNT,
@@ -173,7 +159,7 @@ RANGES: dict[str, Range] = {
     "steps_per_generation": _COUNT,
     "num_iterations": _COUNT,
     "temperature": Range(above=0, why="0 is greedy: all completions of a group would be the same"),
-    "beta": Range(at_least=0, why="a negative one would push away from the reference"),
+    "beta": Range(at_least=0, why="a negative coefficient would push the policy away from the reference"),
     "epsilon": _NOT_NEGATIVE,
     "epsilon_high": _NOT_NEGATIVE,
     "delta": Range(above=1, why="it bounds the ratio, which is 1 before the first update"),
@@ -196,20 +182,19 @@ RANGES: dict[str, Range] = {
     "logprob_gap_warn": Range(above=0, may_be_infinite=True, why="nats"),
     "logprob_gap_stop": Range(above=0, may_be_infinite=True, why="nats"),
     "dynamic_sampling_max_rounds": _COUNT,
-    "num_generations_trained": Range(at_least=2, why="one completion alone shows no difference of rewards"),
+    "num_generations_trained": Range(at_least=2, why="a single completion has no reward difference"),
     "curriculum_threshold": Range(above=0, at_most=1, why="a share of completions"),
     "curriculum_window": _COUNT,
 }
-"""None is in range wherever the field's type allows it. top_p, top_k, min_p and repetition_penalty: SamplingSpec."""
+"""None is allowed where the field's type allows it. SamplingSpec checks top_p, top_k, min_p and repetition_penalty."""
 
 
-def check_ranges(config: GRPOConfig, plain_types: Mapping[str, tuple[type, ...]]) -> None:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+def check_ranges(fields: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]) -> None:
+    for name, alternatives in types.items():
+        value, allowed = fields[name], RANGES.get(name)
         if value is None:
             continue
-        allowed = RANGES.get(field.name)
         if allowed is not None and not allowed.contains(value):
-            raise ConfigError(f"{field.name}={value!r}: must be {allowed}.")
-        if allowed is None and float in plain_types.get(field.name, ()) and not math.isfinite(value):
-            raise ConfigError(f"{field.name}={value!r}: must be a finite number.")
+            raise ConfigError(f"{name}={value!r}: must be {allowed}.")
+        if allowed is None and float in alternatives and not math.isfinite(value):
+            raise ConfigError(f"{name}={value!r}: must be a finite number.")

@@ -1,7 +1,7 @@
-"""Checks of optimizer and schedule arguments: both are made once of a single parameter, before any model is loaded.
+"""Checks of optimizer and schedule arguments: both are created for a single parameter before any model is loaded.
 
-The base class would make them only when training starts, behind the first evaluation. Which arguments an optimizer or
-a schedule takes is known to transformers and torch alone, so they are asked instead of listed here.
+The base class would create them only when training starts, after the first evaluation. Only transformers and torch know
+which arguments an optimizer or a schedule accepts, so the checks call them instead of listing arguments here.
 """
 
 from __future__ import annotations
@@ -9,35 +9,33 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import SchedulerType, Trainer, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
+from grupo.config.fields import GRPOFields
 from grupo.errors import ConfigError
 
-if TYPE_CHECKING:
-    from grupo.config.grpo_config import GRPOConfig
+_ARGUMENT_ERRORS = (TypeError, ValueError, KeyError, ArithmeticError, AttributeError, ImportError)
+"""Exceptions of transformers and torch for unusable arguments and for missing packages."""
 
-_REFUSALS = (TypeError, ValueError, KeyError, ArithmeticError, AttributeError, ImportError)
-"""What transformers and torch raise for arguments that they cannot use, and for packages that are missing."""
+_MODEL_OPTIMIZERS = {"galore": "galore_torch", "apollo": "apollo_torch"}
+"""Prefix of optimizer names that search the model for `optim_target_modules` -> the package that they need."""
 
-_NEED_MODEL = {"galore": "galore_torch", "apollo": "apollo_torch"}
-"""How the names of optimizers begin that look for `optim_target_modules` in the model, and their packages."""
+_METRIC_DRIVEN = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
-_WATCHES_METRIC = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
-
-_GIVEN_BY_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+_SET_BY_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 
 
-def check_schedule(config: GRPOConfig) -> None:
+def check_schedule(config: GRPOFields) -> None:
     """Raises ConfigError where `lr_scheduler_kwargs` does not fit `lr_scheduler_type`."""
     kind = SchedulerType(config.lr_scheduler_type)
     arguments: dict[str, Any] = config.lr_scheduler_kwargs or {}  # type: ignore[assignment]  # text was parsed
     what = f"lr_scheduler_kwargs={arguments!r}" if arguments else "Without lr_scheduler_kwargs,"
     if arguments and kind in (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP):
-        raise ConfigError(f"{what} has no effect: lr_scheduler_type={kind.value!r} takes no arguments. Leave it out.")
+        raise ConfigError(f"{what} has no effect: lr_scheduler_type={kind.value!r} has no arguments. Leave it out.")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     try:
         schedule = get_scheduler(
@@ -47,33 +45,35 @@ def check_schedule(config: GRPOConfig) -> None:
             num_training_steps=config.max_steps if config.max_steps > 0 else 1000,
             scheduler_specific_kwargs=dict(arguments),
         )
-        if kind not in _WATCHES_METRIC:
-            for _ in range(2):  # arguments are used only when the rate is computed
+        if kind not in _METRIC_DRIVEN:
+            for _ in range(2):  # arguments are read only when the rate is computed
                 optimizer.step()
                 schedule.step()
-    except _REFUSALS as error:
-        maker: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
-        taken = [
+    except _ARGUMENT_ERRORS as error:
+        factory: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
+        accepted = [
             name
-            for name, parameter in inspect.signature(maker).parameters.items()
-            if name not in _GIVEN_BY_TRAINER and parameter.kind is not parameter.VAR_KEYWORD
+            for name, parameter in inspect.signature(factory).parameters.items()
+            if name not in _SET_BY_TRAINER and parameter.kind is not parameter.VAR_KEYWORD
         ]
-        takes = f" It takes {', '.join(taken)}." if taken else ""
-        raise ConfigError(f"{what} lr_scheduler_type={kind.value!r} cannot be made: {_said(error)}.{takes}") from error
+        accepts = f" It accepts {', '.join(accepted)}." if accepted else ""
+        raise ConfigError(
+            f"{what} lr_scheduler_type={kind.value!r} cannot be created: {_first_line(error)}.{accepts}"
+        ) from error
 
 
-def check_optimizer_arguments(config: GRPOConfig, model: Any = None) -> None:
-    """Raises ConfigError where `optim` cannot be made with its arguments, or would not read them.
+def check_optimizer_arguments(config: GRPOFields, model: Any = None) -> None:
+    """Raises ConfigError where `optim` cannot be created with its arguments, or would not read them.
 
     Args:
-        model: needed by the optimizers that look for modules in it; without one their arguments are not checked.
+        model: needed by optimizers that search it for modules; without one their arguments are not checked.
     """
     name = str(getattr(config.optim, "value", config.optim))
-    package = _NEED_MODEL.get(name.partition("_")[0])
+    package = _MODEL_OPTIMIZERS.get(name.partition("_")[0])
     needs_model = package is not None
     if config.optim_target_modules is not None and not needs_model:
         raise ConfigError(
-            f"optim_target_modules={config.optim_target_modules!r} has no effect beside optim={name!r}: it is read "
+            f"optim_target_modules={config.optim_target_modules!r} has no effect with optim={name!r}: it is read "
             "only by GaLore and APOLLO. Leave it out."
         )
     if package is not None and importlib.util.find_spec(package) is None:
@@ -88,30 +88,30 @@ def check_optimizer_arguments(config: GRPOConfig, model: Any = None) -> None:
         optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config, model)
         if not needs_model and inspect.isclass(optimizer_class):
             optimizer_class([torch.nn.Parameter(torch.zeros(1))], **arguments)  # type: ignore[call-arg]
-    except _REFUSALS as error:
-        beside = f" with optim_args={config.optim_args!r}" if pairs else ""
-        raise ConfigError(f"optim={name!r} cannot be made{beside}: {_said(error)}.") from error
+    except _ARGUMENT_ERRORS as error:
+        suffix = f" with optim_args={config.optim_args!r}" if pairs else ""
+        raise ConfigError(f"optim={name!r} cannot be created{suffix}: {_first_line(error)}.") from error
     for key in pairs:
         if not _is_read(key, pairs, config, model):
             raise ConfigError(
                 f"optim_args={config.optim_args!r}: optim={name!r} does not read {key!r}, so it would have no effect. "
-                "Leave it out; learning_rate, weight_decay and the adam_ settings are fields of their own."
+                "Leave it out; learning_rate, weight_decay and the adam_ settings are separate fields."
             )
 
 
 def _pairs(text: str | None) -> dict[str, str]:
-    """The keys and values of `optim_args`, as transformers reads it."""
+    """Keys and values of `optim_args`, as transformers parses them."""
     parts = (text or "").replace(" ", "")
     pairs = [part.split("=") for part in parts.split(",")] if parts else []
     if any(len(pair) != 2 or not pair[0] for pair in pairs):
-        raise ConfigError(f"optim_args={text!r}: expected key=value pairs with commas between, as in 'a=1,b=2'.")
+        raise ConfigError(f"optim_args={text!r}: expected key=value pairs separated by commas, such as 'a=1,b=2'.")
     return {pair[0]: pair[1] for pair in pairs}
 
 
-def _is_read(key: str, pairs: dict[str, str], config: GRPOConfig, model: Any) -> bool:
-    """Whether the optimizer notices that the key has a value that makes no sense."""
+def _is_read(key: str, pairs: dict[str, str], config: GRPOFields, model: Any) -> bool:
+    """Whether a meaningless value of the key changes the optimizer."""
 
-    def made_with(pairs: dict[str, str]) -> Any:
+    def created_with(pairs: dict[str, str]) -> Any:
         changed = copy.copy(config)
         changed.optim_args = ",".join(f"{name}={value}" for name, value in pairs.items())
         arguments = Trainer.get_optimizer_cls_and_kwargs(changed, model)[1]
@@ -120,13 +120,14 @@ def _is_read(key: str, pairs: dict[str, str], config: GRPOConfig, model: Any) ->
 
     try:
         return bool(
-            made_with({**pairs, key: "no-value"}) != made_with({name: pairs[name] for name in pairs if name != key})
+            created_with({**pairs, key: "no-value"})
+            != created_with({name: pairs[name] for name in pairs if name != key})
         )
-    except _REFUSALS:
+    except _ARGUMENT_ERRORS:
         return True
 
 
-def _said(error: Exception) -> str:
-    """First line of a message of transformers or torch, without a full stop."""
+def _first_line(error: Exception) -> str:
+    """First line of an error message of transformers or torch, without a full stop."""
     line = str(error).strip().partition("\n")[0].rstrip(".")
-    return f"it lacks {line}" if isinstance(error, KeyError) else line
+    return f"{line} is missing" if isinstance(error, KeyError) else line

@@ -1,4 +1,4 @@
-"""Training and held-out rows share no item, whatever differs in case, white space and punctuation."""
+"""Held-out rows with the question of a training row are dropped, also if case, white space or punctuation differ."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from grupo.data.prompts import NumberedRows, row_numbers
+from grupo.data.prompts import original_indices, select_rows
 from grupo.errors import DataError
 from grupo.types import content_text
 
 logger = logging.getLogger("grupo")
 
-SHOWN = 3
-"""So many duplicates are named."""
+MAX_NAMED = 3
+"""Duplicates that the warning names."""
 
 _DASHES = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2212"}
 _TOKEN = re.compile(
@@ -25,26 +25,26 @@ _TOKEN = re.compile(
 _PROSE = frozenset(".,;:!?'\"`…\u2014\u201c\u201d\u2018\u2019\u201e\u00ab\u00bb¿¡")
 
 
-def normalised(text: str) -> str:
-    """The words, numbers and operators of a text, one space between them.
+def normalize_text(text: str) -> str:
+    """The words, numbers and operators of a text, separated by single spaces.
 
-    Case, white space, the punctuation of prose, hyphens within words and thousands separators do not count. What means
-    something between numbers does: 2 + 3 is not 2 - 3, and 2.5 is not 25. Where in doubt, as with `5!` and `5`, texts
-    count as the same: a held-out row too few does less harm than one that was trained on.
+    Case, white space, the punctuation of prose, hyphens within words and thousands separators do not count. Characters
+    that mean something between numbers do: 2 + 3 is not 2 - 3, and 2.5 is not 25. In doubt, as with `5!` and `5`, texts
+    count as the same: a missing held-out row does less harm than one that was trained on.
     """
     folded = unicodedata.normalize("NFKC", text).casefold().translate(_DASHES)
     folded = re.sub(r"(?<=\w)['\u2019](?=\w)", "", folded)
-    return " ".join(_plain(token) for token in _TOKEN.findall(folded) if token not in _PROSE)
+    return " ".join(_normalize_token(token) for token in _TOKEN.findall(folded) if token not in _PROSE)
 
 
-def _plain(token: str) -> str:
+def _normalize_token(token: str) -> str:
     if token[0].isdigit():
         return token.replace(",", "")
     return token.replace("-", " ") if len(token) > 1 else token
 
 
 def question_text(prompt: Any) -> str:
-    """What a prompt asks: its text, or those of all messages but the system's."""
+    """The question of a prompt: its text, or the texts of all messages except the system's."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Sequence):
@@ -53,45 +53,43 @@ def question_text(prompt: Any) -> str:
     return "\n".join(filter(None, (content_text(message.get("content")) for message in messages)))
 
 
-def shared_items(train: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Places of the held-out rows that ask what a training row asks -> place of the first such training row."""
-    wanted = {normalised(question_text(row.get("prompt"))) for row in held_out} - {""}
+def find_overlap(train: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Position of each held-out row with the question of a training row -> position of the first such training row."""
+    questions = [normalize_text(question_text(row.get("prompt"))) for row in held_out]
+    wanted = set(questions) - {""}
     first: dict[str, int] = {}
-    for place, row in enumerate(train):
-        text = normalised(question_text(row.get("prompt")))
-        if text in wanted:
-            first.setdefault(text, place)
-    texts = [normalised(question_text(row.get("prompt"))) for row in held_out]
-    return {place: first[text] for place, text in enumerate(texts) if text in first}
+    for position, row in enumerate(train):
+        question = normalize_text(question_text(row.get("prompt")))
+        if question in wanted:
+            first.setdefault(question, position)
+    return {position: first[question] for position, question in enumerate(questions) if question in first}
 
 
-def without_shared(train: Sequence[dict[str, Any]], held_out: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The held-out rows that ask nothing that a training row asks; says which ones are left out.
+def decontaminate(train: Sequence[dict[str, Any]], held_out: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The held-out rows whose questions no training row asks; a warning names the others.
 
-    They are taken from the held-out rows, not from the training rows: the evaluation stays honest, and training sees
-    all that it was given.
+    Duplicates are dropped from the held-out rows, not from the training rows, so that the evaluation stays honest and
+    training sees all its data.
 
     Raises:
         DataError: no held-out row is left.
     """
-    if not held_out:
+    overlap = find_overlap(train, held_out)
+    if not overlap:
         return held_out
-    shared = shared_items(train, held_out)
-    if not shared:
-        return held_out
-    train_numbers, numbers = row_numbers(train), row_numbers(held_out)
+    train_indices, indices = original_indices(train), original_indices(held_out)
     named = "; ".join(
-        f"row {numbers[place]} as row {train_numbers[twin]}: {question_text(held_out[place]['prompt'])[:60]!r}"
-        for place, twin in list(shared.items())[:SHOWN]
+        f"row {indices[position]} is row {train_indices[twin]}: {question_text(held_out[position]['prompt'])[:60]!r}"
+        for position, twin in list(overlap.items())[:MAX_NAMED]
     )
     found = (
-        f"{len(shared)} of {len(held_out)} held-out rows ask what a training row asks, up to case, white space and "
-        f"punctuation ({named}{'; ...' if len(shared) > SHOWN else ''})."
+        f"{len(overlap)} of {len(held_out)} held-out rows have the question of a training row, apart from case, white "
+        f"space and punctuation ({named}{'; ...' if len(overlap) > MAX_NAMED else ''})."
     )
-    kept = [place for place in range(len(held_out)) if place not in shared]
+    kept = [position for position in range(len(held_out)) if position not in overlap]
     if not kept:
         raise DataError(
-            f"{found} Nothing is left to evaluate on: remove duplicates from the data, or hold out more rows."
+            f"{found} No row is left to evaluate on: remove duplicates from the data, or hold out more rows."
         )
     logger.warning("%s They are left out of the evaluation.", found)
-    return NumberedRows([held_out[place] for place in kept], [numbers[place] for place in kept])
+    return select_rows(held_out, kept)

@@ -1,13 +1,12 @@
 """From dataset rows to `Prompt` records: the only place that calls the chat template.
 
-The ids made here are the ids everywhere: the engine continues them, and policy, old and reference log-probs score them.
+The ids made here are used everywhere: the engine continues them, and all log-probs are computed on them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,68 +22,77 @@ logger = logging.getLogger("grupo")
 
 
 class Rows(Protocol):
-    """What a dataset must offer: a length and rows by index (`datasets.Dataset`, a list of dicts)."""
+    """A dataset: a length, and rows by index (`datasets.Dataset`, a list of dicts)."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
 
 
-class NumberedRows(list[dict[str, Any]]):
-    """A part of a dataset whose rows keep the numbers that they have in it, for what is said about them."""
+class IndexedRows(list[dict[str, Any]]):
+    """A part of a dataset whose rows keep their indices in it, for messages about them."""
 
-    def __init__(self, rows: Iterable[dict[str, Any]], numbers: Iterable[int]) -> None:
+    def __init__(self, rows: Iterable[dict[str, Any]], indices: Iterable[int]) -> None:
         super().__init__(rows)
-        self.numbers = tuple(numbers)
+        self.indices = tuple(indices)
 
 
-def row_numbers(dataset: Rows) -> Sequence[int]:
-    """What the rows of a dataset are called, counted from 0."""
-    return dataset.numbers if isinstance(dataset, NumberedRows) else range(len(dataset))
+def original_indices(dataset: Rows) -> Sequence[int]:
+    """The index of each row in the dataset that the user has, from 0."""
+    return dataset.indices if isinstance(dataset, IndexedRows) else range(len(dataset))
+
+
+def select_rows(dataset: Rows, positions: Iterable[int]) -> IndexedRows:
+    """The rows at these positions, with their original indices."""
+    indices = original_indices(dataset)
+    positions = list(positions)
+    return IndexedRows(
+        [dict(dataset[position]) for position in positions], [indices[position] for position in positions]
+    )
 
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """A dataset row that can be drawn as a prompt."""
+    """A dataset row with the token ids of its prompt."""
 
     row: int
-    """Its number in the dataset that the user has, counted from 0."""
+    """Index in the dataset that the user has, from 0."""
     token_ids: tuple[int, ...]
     content: str | list[dict[str, Any]]
     columns: Mapping[str, Any]
 
-    def draw(self, draw_id: int) -> Prompt:
+    def to_prompt(self, draw_id: int) -> Prompt:
         return Prompt(id=draw_id, row=self.row, token_ids=self.token_ids, content=self.content, columns=self.columns)
 
 
 class PromptTokenizer:
     """Turns the `prompt` of a row, text or messages, into token ids.
 
-    Text is tokenised with the tokenizer's own special tokens, without an EOS that it puts at the end of every text;
-    messages go through its chat template with the generation prompt, and the template alone decides about special
-    tokens there. A text that already starts with the BOS text gets one BOS, not two.
+    Text gets the tokenizer's special tokens, except an EOS that it appends to every text. Messages go through its chat
+    template with the generation prompt, and the template alone decides on special tokens. A text that already starts
+    with the text of the BOS token gets one BOS, not two.
     """
 
     def __init__(self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        # Behind an end of its prompt a model would begin something new.
+        # After the end of a text a model would start a new one.
         self._adds_eos = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
-        self._told_about_bos = False
-        self._told_about_answers = False
+        self._warned_about_bos = False
+        self._warned_about_answers = False
 
     def __call__(self, content: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         if isinstance(content, str):
             return self._encode_text(content)
         return self._encode_messages(content)
 
-    def answered(
+    def encode_with_answer(
         self, content: str | Sequence[Mapping[str, Any]], answer: str | Sequence[Mapping[str, Any]]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids of a prompt, as `__call__` gives them, and those of an answer behind it, with what ends it.
+        """The ids of a prompt, as `__call__` returns them, and those of the answer that follows, with its end token.
 
-        The ids of prompt and answer together, rendered as one text or conversation, are the first choice; where they do
-        not begin with those of the prompt, the text of the answer is put behind them as a sampled one would be.
+        Prompt and answer are rendered as one text or conversation. If that does not start with the ids of the prompt,
+        the text of the answer is appended to the prompt, as a sampled answer would be.
         """
         prompt_ids = self(content)
         if isinstance(content, str):
@@ -96,17 +104,17 @@ class PromptTokenizer:
             whole = self._encode_messages([*content, *answer], add_generation_prompt=False)  # type: ignore[list-item]
         if whole[: len(prompt_ids)] == prompt_ids:
             return prompt_ids, whole[len(prompt_ids) :]
-        return prompt_ids, self._behind(prompt_ids, answer if isinstance(answer, str) else _only_text(answer))
+        return prompt_ids, self._appended(prompt_ids, answer if isinstance(answer, str) else _only_text(answer))
 
-    def _behind(self, prompt_ids: Sequence[int], text: str) -> tuple[int, ...]:
-        """The ids of an answer as a model would sample them behind a prompt: its text and the end token."""
-        if not self._told_about_answers:
-            self._told_about_answers = True
+    def _appended(self, prompt_ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """The ids of an answer as a model would sample them after a prompt: its text and the end token."""
+        if not self._warned_about_answers:
+            self._warned_about_answers = True
             logger.info(
-                "Rendered with their answers, prompts begin otherwise than alone: some chat templates drop past "
-                "reasoning, or open its tag in the prompt. Answers are put behind the prompts as they are."
+                "The chat template renders a prompt differently when its answer follows: some templates drop past "
+                "reasoning, or open its tag in the prompt. Answers are appended to the prompts unchanged."
             )
-        # A tag that the prompt has opened already is not opened again.
+        # A tag that the prompt has already opened is not opened again.
         opening = re.match(r"\s*(<[^<>/]+>)\n?", text)
         if opening and self.tokenizer.decode(list(prompt_ids)).rstrip().endswith(opening[1]):
             text = text[opening.end() :]
@@ -115,7 +123,7 @@ class PromptTokenizer:
         return tuple(ids if eos is None or ids[-1:] == [eos] else [*ids, eos])
 
     def text(self, prompt: Prompt) -> str:
-        """The rendered prompt, special tokens included: what the model really reads."""
+        """The rendered prompt as the model reads it, special tokens included."""
         return str(self.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False))
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
@@ -125,10 +133,10 @@ class PromptTokenizer:
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
-            if not self._told_about_bos:
-                self._told_about_bos = True
+            if not self._warned_about_bos:
+                self._warned_about_bos = True
                 logger.info(
-                    "Prompts start with the text of the BOS token, which the tokenizer adds as well: one BOS is kept."
+                    "Prompts start with the text of the BOS token, and the tokenizer adds another one: one BOS is kept."
                 )
         return tuple(ids)
 
@@ -139,11 +147,11 @@ class PromptTokenizer:
             names = ", ".join(map(repr, fitting_templates(self.tokenizer)))
             raise DataError(
                 "The dataset has conversational prompts (lists of messages), but the tokenizer has no chat template. "
-                f"Set chat_template (of GRPOConfig, or under `training` in a recipe) to a ready-made one: {names} fit "
-                "this tokenizer. Or use the tokenizer of an instruct model, or give prompts as plain text."
+                "Set chat_template (in GRPOConfig, or under `training` in a recipe) to a ready-made one that fits this "
+                f"tokenizer: {names}. Or use the tokenizer of an instruct model, or give prompts as plain text."
             )
         encoded = self.tokenizer.apply_chat_template(
-            # A dataset gives all messages the same keys, None where one has no value; templates may ask for keys alone.
+            # Datasets give all messages the same keys, with None for missing values; templates may test for a key.
             [
                 {key: value for key, value in message.items() if value is not None or key == "content"}
                 for message in messages
@@ -159,15 +167,15 @@ class PromptTokenizer:
 def _only_text(answer: Sequence[Mapping[str, Any]]) -> str:
     if len(answer) != 1 or not isinstance(answer[0].get("content"), str):
         raise DataError(
-            f"An answer has {len(answer)} messages, and with this chat template it can only be one message of text. "
-            "Give the answer as its text alone."
+            f"An answer has {len(answer)} messages; with this chat template it must be one message of text. Give the "
+            "answer as plain text."
         )
     return str(answer[0]["content"])
 
 
-def plain_rows(dataset: Any) -> Any:
-    """A pandas table as a list of rows, with None where a value is missing, and a dataset that gives its rows as tables
-    as one that gives them as dicts; anything else as it is."""
+def as_row_dataset(dataset: Any) -> Any:
+    """The same data as rows that are dicts: a pandas table as a list, with None for missing values, and a dataset that
+    is formatted as tables without that format; other data unchanged."""
     if getattr(dataset, "format", None) and dataset.format["type"] in ("pandas", "polars", "arrow"):
         return dataset.with_format(None)
     if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
@@ -176,13 +184,13 @@ def plain_rows(dataset: Any) -> Any:
 
 
 def column_names(dataset: Rows) -> list[str]:
-    """The columns of a dataset that reward functions get: all but `prompt`. Looks at the first row at most.
+    """The columns of a dataset that reward functions get: all except `prompt`. Reads at most the first row.
 
     Raises:
-        DataError: the dataset is empty, its rows are no dicts, or it has no `prompt`.
+        DataError: the dataset is empty, its rows are not dicts, or it has no `prompt`.
     """
     if not len(dataset):
-        raise DataError("The dataset has no rows. Give at least as many prompts as one rollout needs.")
+        raise DataError("The dataset has no rows. It needs at least as many prompts as one rollout.")
     names = getattr(dataset, "column_names", None)
     if not names:
         first = dataset[0]
@@ -194,53 +202,58 @@ def column_names(dataset: Rows) -> list[str]:
         names = list(first)
     if nameless := [name for name in names if not isinstance(name, str)]:
         raise DataError(
-            f"The dataset has a column called {nameless[0]!r}, which is no text. Reward functions get columns by name: "
+            f"The dataset has a column named {nameless[0]!r}, which is not text. Reward functions get columns by name: "
             "rename it."
         )
     if "prompt" not in names:
         raise DataError(
-            f"The dataset has no column `prompt`; its columns are {sorted(names)}. Rename the column that holds the "
+            f"The dataset has no column `prompt`; its columns are {sorted(names)}. Rename the column with the "
             "question, for example dataset.rename_column('question', 'prompt')."
         )
     return [name for name in names if name != "prompt"]
 
 
 def tokenize_rows(dataset: Rows, tokenizer: PromptTokenizer) -> list[TokenizedRow]:
-    """Checks and tokenises every row once, before any step is taken.
+    """Checks and tokenizes every row once, before the first step.
 
     Raises:
-        DataError: the dataset is empty, a row has no usable `prompt`, or other columns than the first, or its prompt
+        DataError: the dataset is empty, a row has no usable `prompt` or other columns than the first row, or its prompt
             has no tokens.
     """
     names = column_names(dataset)
-    numbers = row_numbers(dataset)
-    return [_tokenize_row(number, dataset[index], names, numbers[0], tokenizer) for index, number in enumerate(numbers)]
+    indices = original_indices(dataset)
+    return [_tokenize_row(index, dataset[place], names, indices[0], tokenizer) for place, index in enumerate(indices)]
 
 
 def _tokenize_row(
     index: int, row: Mapping[str, Any], names: Sequence[str], first: int, tokenizer: PromptTokenizer
 ) -> TokenizedRow:
-    """Row `index`, which must have the columns `names` of the row `first`."""
+    """The tokenized row `index`, which must have the columns `names` of the row `first`."""
     if row.keys() != {"prompt", *names}:
         raise DataError(
-            f"Row {index} has the columns {sorted(row)}, and row {first} has {sorted(['prompt', *names])}: reward "
-            "functions get one list per column. Give every row the same columns, with None where a value is missing."
+            f"Row {index} has the columns {sorted(row)}, and row {first} has {sorted(['prompt', *names])}. Reward "
+            "functions get one list per column: give every row the same columns, with None for missing values."
         )
-    content = checked_content(index, row["prompt"])
+    content = validate_content(index, row["prompt"])
     try:
         token_ids = tokenizer(content)
-    except TemplateError as error:  # what a template does not support (a system message, say) it says itself
+    except TemplateError as error:  # templates raise it for what they do not support, such as a system message
         raise DataError(
             f"The chat template cannot render the prompt of row {index}: {error}. Change its messages, or set "
             "tokenizer.chat_template to a template that takes them."
         ) from error
     if not token_ids:
-        raise DataError(f"The prompt of row {index} has no tokens, so there is nothing to continue: {content!r}.")
+        raise DataError(f"The prompt of row {index} has no tokens, so the model has nothing to continue: {content!r}.")
     columns = {name: row[name] for name in names}
     return TokenizedRow(row=index, token_ids=token_ids, content=content, columns=columns)
 
 
-def checked_content(index: int, content: Any, what: str = "prompt") -> str | list[dict[str, Any]]:
+def validate_content(index: int, content: Any, what: str = "prompt") -> str | list[dict[str, Any]]:
+    """The content of row `index`, messages as plain dicts.
+
+    Raises:
+        DataError: it is neither text nor messages of text.
+    """
     if isinstance(content, str):
         return content
     if getattr(content, "ndim", 0) == 1:  # numpy, as tables hold lists
@@ -261,7 +274,7 @@ def checked_content(index: int, content: Any, what: str = "prompt") -> str | lis
 
 
 def _check_message_content(index: int, message: Mapping[str, Any]) -> None:
-    """Chat templates of text models would render anything but text as it prints in Python, or as nothing."""
+    """Chat templates of text models would render other content than text as Python prints it, or leave it out."""
     content = message["content"]
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
@@ -269,16 +282,15 @@ def _check_message_content(index: int, message: Mapping[str, Any]) -> None:
     if any(isinstance(part, Mapping) and "image" in str(part.get("type")) for part in parts):
         raise UnsupportedError(f"A message of row {index} has an image. This version of grupo does not support images.")
     raise DataError(
-        f"The content of a message of row {index} is {type(content).__name__}, not text: {content!r}. Give it as one "
-        "text; join the texts of content parts."
+        f"The content of a message of row {index} is {type(content).__name__}, not text: {content!r}. Give it as a "
+        "single text; join the texts of content parts."
     )
 
 
 def check_for_images(columns: Iterable[str]) -> None:
-    """A column of images would be left out of what the model reads.
-
+    """
     Raises:
-        UnsupportedError: there is one.
+        UnsupportedError: there is a column of images, which the model would not read.
     """
     found = sorted({"image", "images"}.intersection(columns))
     if found:
@@ -289,10 +301,9 @@ def check_for_images(columns: Iterable[str]) -> None:
 
 
 def check_token_ids(rows: Sequence[TokenizedRow], vocabulary_size: int | None) -> None:
-    """The model must have an embedding for every token of the prompts.
-
+    """
     Raises:
-        DataError: it lacks some, usually because tokens were added to the tokenizer alone.
+        DataError: the model has no embedding for a token of a prompt, usually because only the tokenizer got new ones.
     """
     if vocabulary_size is None:
         return
@@ -301,8 +312,8 @@ def check_token_ids(rows: Sequence[TokenizedRow], vocabulary_size: int | None) -
         if largest >= vocabulary_size:
             raise DataError(
                 f"The prompt of row {row.row} has the token id {largest}, and the model has embeddings for "
-                f"{vocabulary_size} tokens. After adding tokens to the tokenizer call "
-                "model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that belongs to the model."
+                f"{vocabulary_size} tokens. After adding tokens to the tokenizer, call "
+                "model.resize_token_embeddings(len(tokenizer)); or use the tokenizer of the model."
             )
 
 
@@ -315,12 +326,12 @@ def apply_length_policy(
     context_length: int | None,
     what: str = "training",
 ) -> list[TokenizedRow]:
-    """Filters, refuses or cuts prompts longer than `max_prompt_length` tokens; never silently.
+    """Filters, refuses or truncates prompts longer than `max_prompt_length` tokens; never silently.
 
-    Without `max_prompt_length`, a prompt that leaves no room for a whole completion in the model's context is refused.
+    A prompt that leaves no room for a whole completion in the model's context is refused.
 
     Raises:
-        DataError: with the counts, and with numbers that would fit.
+        DataError: a prompt is too long; with the counts and with settings that would fit.
     """
     if max_prompt_length is not None:
         rows = _OVERLONG_POLICIES[overlong_prompts](rows, max_prompt_length, what)
@@ -337,7 +348,7 @@ def apply_length_policy(
 
 
 def _room(prompt_tokens: int, completion_tokens: int) -> str:
-    """What would fit: the longest prompts beside the completions, and the longest completions beside the prompts."""
+    """Settings that would fit: the longest prompts for these completions, the longest completions for these prompts."""
     ways = []
     if prompt_tokens > 0:
         ways.append(f"max_prompt_length={prompt_tokens} to filter them")
@@ -368,7 +379,7 @@ def _refuse_overlong(rows: Sequence[TokenizedRow], limit: int, what: str) -> lis
         longest = max(len(row.token_ids) for row in rows)
         raise DataError(
             f"{count} of {len(rows)} {what} prompts are longer than max_prompt_length={limit} tokens; the longest has "
-            f"{longest}. Set max_prompt_length={longest}, or overlong_prompts='filter' to leave them out."
+            f"{longest}. Set max_prompt_length={longest}, or overlong_prompts='filter' to drop them."
         )
     return list(rows)
 
@@ -377,8 +388,8 @@ def _truncate_left(rows: Sequence[TokenizedRow], limit: int, what: str) -> list[
     count = sum(len(row.token_ids) > limit for row in rows)
     if count:
         logger.warning(
-            "%d of %d %s prompts are longer than max_prompt_length=%d tokens; their first tokens are cut off, special "
-            "tokens of the chat template among them.",
+            "%d of %d %s prompts are longer than max_prompt_length=%d tokens; their first tokens are cut off, "
+            "including special tokens of the chat template.",
             count, len(rows), what, limit,
         )  # fmt: skip
     return [
@@ -390,72 +401,26 @@ def _truncate_left(rows: Sequence[TokenizedRow], limit: int, what: str) -> list[
 _OVERLONG_POLICIES = {"filter": _filter_overlong, "refuse": _refuse_overlong, "truncate_left": _truncate_left}
 
 
-Outcome = tuple[Prompt, tuple[float | None, ...]]
-"""A prompt with the total rewards of its completions, None where unknown."""
+@dataclass(frozen=True)
+class PromptOutcome:
+    """The result of a prompt in a rollout."""
 
-
-class PromptStream:
-    """The order in which prompts are drawn: a pure function of the seed and the number of the rollout window.
-
-    Each epoch is a permutation of its own; the prompts that do not fill a window at its end are left out, which
-    `StepPlan` states. Having no state, it needs none in a checkpoint.
-    """
-
-    def __init__(
-        self, rows: Sequence[TokenizedRow], *, prompts_per_window: int, seed: int, shuffle: bool = True
-    ) -> None:
-        self.rows = rows
-        self.prompts_per_window = prompts_per_window
-        self.seed = seed
-        self.shuffle = shuffle
-        self._order_of: tuple[int, list[int]] = (-1, [])
-        """The last epoch that was asked for, and its order: it is the same for all of its windows."""
-
-    def window(self, index: int) -> list[Prompt]:
-        """The prompts of rollout window `index`, counted from 0 over all epochs."""
-        epoch, position = divmod(index, len(self.rows) // self.prompts_per_window)
-        order = self._order(epoch)
-        first_draw = index * self.prompts_per_window
-        start = position * self.prompts_per_window
-        return [
-            self.rows[row].draw(first_draw + offset)
-            for offset, row in enumerate(order[start : start + self.prompts_per_window])
-        ]
-
-    def report(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
-        """Tells the stream what the prompts of a rollout came to; returns metrics. This stream does not listen."""
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was made."""
-
-    def _order(self, epoch: int) -> list[int]:
-        if self._order_of[0] != epoch:
-            order = self._drawn_from()
-            if self.shuffle:
-                random.Random(f"prompt order, seed {self.seed}, epoch {epoch}").shuffle(order)
-            self._order_of = (epoch, order)
-        return self._order_of[1]
-
-    def _drawn_from(self) -> list[int]:
-        """Positions of the rows that an epoch is made of."""
-        return list(range(len(self.rows)))
+    prompt: Prompt
+    rewards: tuple[float | None, ...]
+    """(G,) total reward of each completion; None if unknown."""
 
 
 def reward_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """The dataset columns as reward functions get them: one list per column, one entry per completion."""
+    """The dataset columns as reward functions get them: one list per column, with one entry per completion."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
 
 
 def rows_hash(rows: Iterable[TokenizedRow]) -> str:
-    """BLAKE2 of the training prompts, of their numbers, and of the columns that reward functions get."""
+    """BLAKE2 hash of the training prompts, of their indices, and of the columns that reward functions get."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
-        # Without the addresses of objects that have no text of their own.
+        # Without the memory addresses in the default repr of objects.
         text = re.sub(" at 0x[0-9a-f]+", "", repr((row.row, row.token_ids, row.columns)))
         digest.update(f"{text}\n".encode("utf-8", "backslashreplace"))
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""How good a model is on prompts that training never sees."""
+"""Evaluation of a model on prompts that training never sees."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grupo.algo.advantages import AdvantageSettings
 from grupo.data.prompts import TokenizedRow
 from grupo.errors import RewardError
 from grupo.evals.statistics import Interval, clustered_interval
 from grupo.rollout.collector import RolloutCollector
-from grupo.rollout.groups import AdvantageSettings
-from grupo.rollout.schedule import even_share
+from grupo.rollout.schedule import rank_slice
 from grupo.sampling import SamplingSpec
 from grupo.types import Group, group_record
 
 FEW_PROMPTS = 20
-"""Below so many prompts the intervals, which treat prompts as a large sample, are too narrow more often than they say
-(Cameron and Miller, J. Human Resources 50, 2015: few clusters are fewer than 20 to 50)."""
+"""Number of prompts below which the intervals, which assume a large sample of prompts, are too narrow more often than
+stated (Cameron and Miller, J. Human Resources 50, 2015: few clusters are fewer than 20 to 50)."""
 
 
 @dataclass(frozen=True)
 class HeldOutResult:
-    """Scores of several samples for each held-out prompt."""
+    """Rewards of several samples for each held-out prompt."""
 
     groups: tuple[dict[str, Any], ...]
-    """Per prompt, as in `eval_before.json`: see `group_record`."""
+    """One record per prompt, as in `eval_before.json`: see `group_record`."""
 
     @functools.cached_property
     def scores(self) -> tuple[tuple[float, ...], ...]:
-        """Per prompt, one score per sample."""
+        """Total rewards: per prompt, one per sample."""
         return tuple(tuple(answer["reward"] for answer in group["completions"]) for group in self.groups)
 
     @functools.cached_property
@@ -40,8 +40,7 @@ class HeldOutResult:
 
     @property
     def is_accuracy(self) -> bool:
-        """There is one reward, and all its scores are 0 or 1: with several, a total of 1 says nothing about being
-        right."""
+        """Whether there is one reward and all its scores are 0 or 1; a total of 1 over several need not be right."""
         one_reward = all(len(answer["rewards"]) == 1 for group in self.groups for answer in group["completions"])
         return one_reward and all(score in (0.0, 1.0) for prompt in self.scores for score in prompt)
 
@@ -67,36 +66,31 @@ def evaluate_held_out(
     samples_per_prompt: int,
     sampling: SamplingSpec,
     weights: Sequence[float] | None = None,
-    rows_at_once: int | None = None,
+    completions_at_once: int | None = None,
     world_size: int = 1,
     rank: int = 0,
 ) -> HeldOutResult:
     """Samples `samples_per_prompt` answers to every row and scores them with the weighted sum of the run's rewards.
 
-    Each rank answers its share of the prompts, and all ranks get the result of all. At most `rows_at_once` answers are
-    sampled together; None: all.
+    Each rank answers its share of the prompts, and all ranks get the whole result. At most `completions_at_once`
+    answers are sampled together; None: all.
 
-    The random numbers depend on the run's seed, the prompt and the place of the sample only, so that two evaluations in
-    one run differ by the model alone.
+    Random numbers depend only on the run's seed, the prompt and the index of the sample, so that two evaluations in one
+    run differ only by the model.
 
     Raises:
         RewardError: a sample could not be scored.
     """
-    prompts = [row.draw(row.row) for row in rows]
-    own_prompts = even_share(len(prompts), world_size, rank)
+    prompts = [row.to_prompt(row.row) for row in rows]
+    own_prompts = rank_slice(len(prompts), world_size, rank)
     result = collector.collect(
         prompts,
-        [prompt * samples_per_prompt + place for prompt in own_prompts for place in range(samples_per_prompt)],
+        [prompt * samples_per_prompt + sample for prompt in own_prompts for sample in range(samples_per_prompt)],
         group_size=samples_per_prompt,
         sampling=sampling,
-        settings=AdvantageSettings(
-            weights=None if weights is None else tuple(weights),
-            scale="none",
-            aggregation="sum_then_normalize",
-            max_failed_share=0.0,
-        ),
-        purpose="held-out",
-        rows_at_once=rows_at_once,
+        settings=AdvantageSettings(reward_weights=weights, scale_rewards="none", max_failed_reward_share=0.0),
+        seed_scope="held-out",
+        completions_at_once=completions_at_once,
     )
     groups = tuple(itertools.chain(*collector.all_gather(result.groups)))
     for group in groups:
@@ -107,7 +101,7 @@ def evaluate_held_out(
 def _check_scored(group: Group) -> None:
     if None in group.rewards:
         raise RewardError(
-            "A held-out answer could not be scored: every reward function abstained. It is an answer to row "
+            "A held-out answer could not be scored because every reward function abstained: an answer to row "
             f"{group.prompt.row} of the dataset, {str(group.prompt.content)[:100]!r}. Evaluation needs a reward that "
-            "applies to each held-out prompt."
+            "applies to every held-out prompt."
         )

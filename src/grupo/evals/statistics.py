@@ -1,4 +1,4 @@
-"""Intervals for held-out scores: several samples per prompt are not independent, and two models share the prompts."""
+"""Intervals of held-out scores: the samples of a prompt are not independent, and two models share the prompts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Interval:
     low: float
     high: float
     n: int
-    """Samples, not prompts."""
+    """Number of samples, not of prompts."""
 
 
 def clustered_interval(scores: Sequence[Sequence[float]]) -> Interval:
-    """Mean over all samples with an interval that knows that samples of one prompt belong together.
+    """Mean over all samples, with an interval for samples that are clustered by prompt.
 
     Args:
-        scores: per prompt, the scores of its samples. Prompts should have equally many.
+        scores: per prompt, the scores of its samples. All prompts should have the same number of samples.
 
     For scores of 0 and 1 this is Wilson's interval with the effective number of samples, p (1 - p) over the clustered
-    variance (Kish), between the number of prompts and the number of samples: it stays inside [0, 1] and is no point
-    where all are right. For other scores it is the mean +- t standard errors of the prompt means (Miller,
+    variance (Kish), between the number of prompts and the number of samples: it stays inside [0, 1] and has a width
+    also if all are right. For other scores it is the mean +- t standard errors of the prompt means (Miller,
     arXiv:2411.00640).
     """
     flat = [score for prompt in scores for score in prompt]
@@ -57,7 +57,7 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 def student95(degrees: int) -> float:
     """97.5 % quantile of Student's t by its expansion in 1 / degrees (Abramowitz and Stegun 26.7.5), 1 % off at 3.
 
-    With 6 prompts, 1.96 standard errors cover the truth in 89 of 100 runs only.
+    With 6 prompts, 1.96 standard errors cover the truth in only 89 of 100 runs.
     """
     if degrees < 1:
         return math.inf
@@ -71,7 +71,7 @@ def student95(degrees: int) -> float:
 
 
 def paired_difference(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> Interval:
-    """Mean change per prompt with a 95 % interval; both sides must have the same prompts in the same order."""
+    """Mean change per prompt with a 95 % interval; both arguments have the same prompts in the same order."""
     changes = [sum(new) / len(new) - sum(old) / len(old) for old, new in zip(before, after, strict=True)]
     mean = sum(changes) / len(changes)
     error = math.sqrt(statistics.variance(changes) / len(changes)) if len(changes) > 1 else math.inf

@@ -1,14 +1,18 @@
-"""The tokenizer part of a GGUF file: byte-level BPE, as Llama 3, Qwen and SmolLM have it."""
+"""The tokenizer of a GGUF file: byte-level BPE, as in Llama 3, Qwen and SmolLM."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grupo.errors import ConfigError, ExportError, UnsupportedError
 from grupo.export.logit_check import TEXT
+
+if TYPE_CHECKING:
+    import gguf
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Token types of llama.cpp."""
@@ -19,42 +23,32 @@ SPLITS = {
     _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
     _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
 }
-"""Patterns that text is cut by before BPE -> what llama.cpp calls them."""
+"""Patterns that split text before BPE -> their names in llama.cpp."""
 
 
 @dataclass(frozen=True)
 class GgufVocabulary:
-    """What a GGUF file says about a tokenizer."""
+    """The tokenizer as a GGUF file describes it."""
 
     pre_tokenizer: str
     tokens: list[str]
     token_types: list[int]
-    merges: list[str]
-    special_ids: dict[str, int]
-    adds_bos: bool
-    adds_eos: bool
-    chat_template: str | None
+    special: gguf.SpecialVocab
+    """Merges, special tokens and chat template."""
 
     def add_to(self, writer: Any) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(self.pre_tokenizer)
         writer.add_token_list(self.tokens)
         writer.add_token_types(self.token_types)
-        writer.add_token_merges(self.merges)
-        for name, number in self.special_ids.items():
-            getattr(writer, f"add_{name}_token_id")(number)
-        # Said in every file: what llama.cpp takes otherwise depends on the pre-tokenizer.
-        writer.add_add_bos_token(self.adds_bos)
-        writer.add_add_eos_token(self.adds_eos)
-        if self.chat_template is not None:
-            writer.add_chat_template(self.chat_template)
+        self.special.add_to_gguf(writer, quiet=True)
 
 
 def vocabulary(tokenizer: Any, model: Any) -> GgufVocabulary:
     """The vocabulary of a tokenizer, with one entry for each row of the model's embedding.
 
     Raises:
-        UnsupportedError: no byte-level BPE, or text is cut in a way that llama.cpp has no name for here.
+        UnsupportedError: not byte-level BPE, or a way to split text that has no known name in llama.cpp.
         ConfigError: the tokenizer has more tokens than the model.
     """
     if not getattr(tokenizer, "is_fast", False):
@@ -83,25 +77,11 @@ def vocabulary(tokenizer: Any, model: Any) -> GgufVocabulary:
         else:
             tokens.append(by_id.get(number, f"[PAD{number}]"))
             types.append(NORMAL if number in by_id else UNUSED)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]]
-    ids = tokenizer("a")["input_ids"]
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    return GgufVocabulary(
-        pre_tokenizer=_pre_tokenizer(parts),
-        tokens=tokens,
-        token_types=types,
-        merges=merges,
-        special_ids=_special_ids(tokenizer, model),
-        adds_bos=tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id,
-        adds_eos=tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id,
-        chat_template=template,
-    )
+    return GgufVocabulary(_pre_tokenizer(parts), tokens, types, _special_vocabulary(tokenizer, model))
 
 
 def check_tokenizer(file: Path, tokenizer: Any) -> None:
-    """Raises an ExportError where the tokenizer in the file reads a text in another way than `tokenizer`."""
+    """Raises an ExportError if the tokenizer in the file splits a text in another way than `tokenizer`."""
     from transformers import AutoTokenizer
 
     again = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
@@ -113,19 +93,26 @@ def check_tokenizer(file: Path, tokenizer: Any) -> None:
         )
 
 
-def _special_ids(tokenizer: Any, model: Any) -> dict[str, int]:
-    """The tokenizer's special ids; `eot` ends a turn where the generation config names another end than `eos`."""
-    names = {"bos": "bos", "eos": "eos", "unk": "unk", "pad": "pad"}
-    found = {name: getattr(tokenizer, f"{known}_token_id") for name, known in names.items()}
+def _special_vocabulary(tokenizer: Any, model: Any) -> gguf.SpecialVocab:
+    import gguf
+
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        special = gguf.SpecialVocab(scratch, load_merges=True, special_token_types=("bos", "eos", "unk", "pad"))
+    # Written in every file, because llama.cpp's default depends on the pre-tokenizer.
+    ids = tokenizer("a")["input_ids"]
+    for name, end in (("bos", ids[0]), ("eos", ids[-1])):
+        special.add_special_token[name] = end == getattr(tokenizer, f"{name}_token_id")
+    # The end of a turn, where the generation config names another end than `eos`.
     ends = getattr(model.generation_config, "eos_token_id", None)
-    others = [end for end in (ends if isinstance(ends, list) else [ends]) if end not in (None, found["eos"])]
-    if others:
-        found["eot"] = others[0]
-    return {name: int(number) for name, number in found.items() if number is not None}
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end not in (None, tokenizer.eos_token_id):
+            special.special_token_ids.setdefault("eot", int(end))
+    return special
 
 
 def _pre_tokenizer(parts: dict[str, Any]) -> str:
-    """What llama.cpp calls the way in which the tokenizer cuts text before BPE."""
+    """The name in llama.cpp of the way in which the tokenizer splits text before BPE."""
     normalizer = (parts.get("normalizer") or {}).get("type")
     outer = parts.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers", [outer])

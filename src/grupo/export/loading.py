@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from grupo.errors import ConfigError, ExportError, UnsupportedError, first_line
+from grupo.errors import ConfigError, ExportError, UnsupportedError, summarize_error
 from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source
-from grupo.models.load import base_model, load_policy, load_tokenizer, name_of
-from grupo.models.peft_io import find_adapter, fit_vocabulary, missing_weights
-from grupo.runs.folder import read_json
-from grupo.utils.hub import is_out_of_reach
+from grupo.models.inspect import base_model, model_name_or_path
+from grupo.models.load import load_policy, load_tokenizer
+from grupo.models.peft_io import find_adapter, missing_weights, resize_to_saved_vocab
+from grupo.models.quantization import check_unpacked
+from grupo.utils.files import read_json
+from grupo.utils.hub import is_unreachable
+from grupo.utils.quantized_layers import set_evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
     """A copy of a model that is in use, in float32; the model is not touched.
 
     Raises:
+        ConfigError: this is no model, or its 4-bit layers were packed by bitsandbytes.
         UnsupportedError: an adapter of another kind, or several at once.
     """
     if not hasattr(model, "config"):
@@ -100,10 +104,15 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
             "The model has an adapter that transformers put into it. Load it by "
             "peft.AutoPeftModelForCausalLM.from_pretrained(folder), or pass the adapter's folder."
         )
-    if tokenizer is None and name_of(model):
+    if tokenizer is None and model_name_or_path(model):
         tokenizer = _tokenizer_of(None, model, trust_remote_code=trust_remote_code)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError("Weights of the model are on disk or nowhere (device_map). Pass its folder instead.")
+    check_unpacked(
+        model,
+        "Load the model again, or, where it has an adapter, save that by model.save_pretrained(folder) and pass the "
+        "folder.",
+    )
     dtype, was_quantised = _dtype_in_memory(base_model(model)), is_quantised(base_model(model))
     if not has_adapter:
         return Policy(_base_copy(model), tokenizer, dtype, was_quantised)
@@ -125,7 +134,7 @@ def on_original_base(policy: Policy, base: str | None, *, trust_remote_code: boo
         raise ConfigError(
             "base_weights='original' is for an adapter that was trained on a quantised base; leave it out."
         )
-    name = base or name_of(policy.model)
+    name = base or model_name_or_path(policy.model)
     original = load_policy(name, {"dtype": torch.float32}, trust_remote_code=trust_remote_code)
     if is_quantised(original):
         raise ConfigError(
@@ -164,21 +173,25 @@ def _attach(model: Any, folder: Path) -> Any:
             "merged. Export it with --to adapter."
         )
     saved = adapter_weights(folder)
-    fit_vocabulary(model, saved)
+    resize_to_saved_vocab(model, saved)
     try:
         with warnings.catch_warnings():
             # Whether head and embedding stay tied is decided, and said, by who merges.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
     except (RuntimeError, ValueError, KeyError) as error:
-        raise ConfigError(f"The adapter {folder} does not fit the base model {name_of(model)!r}: {error}") from error
+        raise ConfigError(
+            f"The adapter {folder} does not fit the base model {model_name_or_path(model)!r}: {error}"
+        ) from error
     missing, _ = missing_weights(adapted, saved)
     if missing:
         raise ConfigError(
             f"The adapter {folder} lacks {len(missing)} of its weights, {min(missing)} for one: it is damaged, or "
-            f"belongs to another base model than {name_of(model)!r}."
+            f"belongs to another base model than {model_name_or_path(model)!r}."
         )
-    return adapted.float().eval()
+    adapted = adapted.float()
+    set_evaluation_mode(adapted)
+    return adapted
 
 
 def _base_copy(model: Any) -> Any:
@@ -238,7 +251,8 @@ def _plain_float32(model: Any) -> Any:
             vars(model).pop(flag, None)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    return model.eval()
+    set_evaluation_mode(model)
+    return model
 
 
 def _dequantised(module: Any, parameter: Tensor) -> Tensor:
@@ -279,7 +293,7 @@ def _config(name: str, *, trust_remote_code: bool, **where: Any) -> Any:
     Raises:
         ConfigError: there is none.
     """
-    if is_out_of_reach(name):
+    if is_unreachable(name):
         where["local_files_only"] = True
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
@@ -301,7 +315,7 @@ def _tokenizer_of(folder: Path | None, model: Any, *, trust_remote_code: bool) -
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"The tokenizer in {folder} cannot be loaded: {first_line(error)} Bring its "
+                f"The tokenizer in {folder} cannot be loaded: {summarize_error(error)} Bring its "
                 "missing files back, or remove the others to take the one of the base model."
             ) from error
     try:

@@ -24,7 +24,7 @@ from grupo.export.logit_check import (
     logits_of,
 )
 from grupo.export.source import check_free, staged
-from grupo.models.load import dtype_named, load_policy
+from grupo.models.load import load_policy, parse_dtype
 
 logger = logging.getLogger("grupo")
 
@@ -83,7 +83,7 @@ def merge(
     """
     output = Path(output)
     check_free(output)
-    saved_as = None if dtype is None else dtype_named(dtype)
+    saved_as = None if dtype is None else parse_dtype(dtype)
     folded = fold(
         model,
         tokenizer=tokenizer,

@@ -13,9 +13,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from grupo.errors import ConfigError, ExportError
-from grupo.runs.checkpoint import MARKER, damage
-from grupo.runs.folder import read_json
-from grupo.runs.latest import ADAPTER_WEIGHTS, MODEL_FILES, MODEL_WEIGHTS, newest_model
+from grupo.runs.checkpoint import MARKER, checkpoint_problems
+from grupo.runs.latest import ADAPTER_WEIGHTS, MODEL_FILES, MODEL_WEIGHTS, resolve_latest
+from grupo.utils.files import read_json
 from grupo.utils.messages import BASE_QUANTIZATION
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -47,7 +47,7 @@ class Source:
 def find_source(path: str | Path) -> Source:
     """The model in a run folder, checkpoint, adapter folder or model folder.
 
-    Of a run it is the newest one (`newest_model`).
+    Of a run it is the newest one (`resolve_latest`).
 
     Raises:
         ConfigError: there is no model in it, or it is a damaged checkpoint.
@@ -59,14 +59,14 @@ def find_source(path: str | Path) -> Source:
         )
     is_checkpoint = folder.name.startswith("checkpoint-") and (folder / "trainer_state.json").is_file()
     if is_checkpoint:
-        if (folder / MARKER).is_file() and (wrong := damage(folder, MODEL_FILES)):
+        if (folder / MARKER).is_file() and (wrong := checkpoint_problems(folder, MODEL_FILES)):
             raise ConfigError(f"The checkpoint {folder} is damaged: {', '.join(wrong)}. Take another one.")
         return _model_in(folder, folder.parent)
-    return _model_in(Path(newest_model(str(folder))), folder)
+    return _model_in(Path(resolve_latest(str(folder))), folder)
 
 
 def _model_in(folder: Path, run: Path) -> Source:
-    manifest = read_json(run / "manifest.json") if (run / "manifest.json").is_file() else {}
+    manifest = read_json(run / "manifest.json")
     trained = manifest.get("adapter")
     if trained not in (None, "default") and (folder / trained / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"The run trained the adapter {trained!r}, which is in {folder / trained}: name that folder.")

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from grupo.errors import ConfigError, ExportError, first_line
+from grupo.errors import ConfigError, ExportError, summarize_error
 from grupo.export.source import ADAPTER_CONFIG
-from grupo.runs.folder import read_json
-from grupo.runs.model_card import card_from_files, for_hub, is_written
-from grupo.runs.plots import REWARD_CURVE, reward_drawing, training_log
-from grupo.utils.hub import answers
+from grupo.runs.model_card import card_for_hub, card_from_files, is_filled_in
+from grupo.runs.plots import REWARD_CURVE, reward_svg, training_log
+from grupo.utils.files import read_json
+from grupo.utils.hub import hub_is_reachable
 
 logger = logging.getLogger("grupo")
 
@@ -78,7 +78,7 @@ def retried(upload: Callable[[], T], folder: str | Path, repo_id: str, *, attemp
         try:
             return upload()
         except failures() as error:
-            reason = first_line(error)
+            reason = summarize_error(error)
             if is_refusal(error):
                 raise ConfigError(f"The Hub does not take the upload to {repo_id!r}: {reason}") from error
             if attempt == attempts:
@@ -118,7 +118,7 @@ def _upload(
 
 def check_hub_answers() -> None:
     """Raises a ConnectionError within seconds, which the Hub's client takes half a minute for."""
-    if not answers():
+    if not hub_is_reachable():
         raise ConnectionError("The Hub does not answer, or HF_HUB_OFFLINE is set.")
 
 
@@ -131,14 +131,14 @@ def _staged(folder: Path, scratch: Path, tags: Sequence[str]) -> Path:
             link.symlink_to(entry.resolve())
     # A checkpoint is of the run around it.
     run = folder.resolve().parent if (folder / "trainer_state.json").is_file() else folder
-    card, drawing = scratch / "README.md", reward_drawing(training_log(run / "metrics.jsonl"))
+    card, drawing = scratch / "README.md", reward_svg(training_log(run / "metrics.jsonl"))
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    if not is_written(text):
+    if not is_filled_in(text):
         adapter = folder / ADAPTER_CONFIG
-        base = read_json(adapter).get("base_model_name_or_path") if adapter.is_file() else None
+        base = read_json(adapter).get("base_model_name_or_path")
         text = card_from_files(folder, run, base_model=base, is_adapter=adapter.is_file())
     card.unlink(missing_ok=True)
-    card.write_text(for_hub(text, tags), encoding="utf-8")
+    card.write_text(card_for_hub(text, tags), encoding="utf-8")
     if drawing is not None and not (scratch / REWARD_CURVE).exists():
         (scratch / REWARD_CURVE).write_text(drawing, encoding="utf-8")
     return scratch

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_MULTIPLIES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_IS_GATED_PRODUCT: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Of each feed-forward part that was met, whether it puts its layers together as their names say."""
-_OPEN: list[_Recipes] = []
+_ACTIVE_CONTEXTS: list[_RecomputeTable] = []
 """Of the contexts below that are open."""
-LATEST_VALUES = 2
+MAX_CACHED_VALUES = 2
 """That stay when they were needed: all projections behind a norm read its output, one after the other."""
 
 
 @contextlib.contextmanager
-def cheap_activations_recomputed(decoder: nn.Module | None) -> Iterator[None]:
+def recompute_cheap_activations(decoder: nn.Module | None) -> Iterator[None]:
     """For all forwards of `decoder` inside of it, whose backward must come inside of it, too.
 
     Not together with checkpointing or offload, which decide themselves what is kept.
@@ -34,8 +34,8 @@ def cheap_activations_recomputed(decoder: nn.Module | None) -> Iterator[None]:
     if decoder is None:
         yield
         return
-    recipes = _Recipes()
-    _OPEN.append(recipes)
+    recipes = _RecomputeTable()
+    _ACTIVE_CONTEXTS.append(recipes)
     handles: list[Any] = [decoder.register_forward_hook(lambda *_: recipes.of_storage.clear())]
     for module in decoder.modules():
         if is_norm(module):
@@ -46,17 +46,17 @@ def cheap_activations_recomputed(decoder: nn.Module | None) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(recipes.pack, _unpack):
             yield
     finally:
-        _OPEN.remove(recipes)
+        _ACTIVE_CONTEXTS.remove(recipes)
         for handle in handles:
             handle.remove()
         recipes.latest.clear()
 
 
-def recomputable(output: Tensor, compute: Callable[..., Tensor], *inputs: Tensor) -> None:
+def register_recompute(output: Tensor, compute: Callable[..., Tensor], *inputs: Tensor) -> None:
     """For a function of ours: its output is `compute(*inputs)`, which backward may do again. The inputs are kept."""
-    if _OPEN and output.requires_grad and output.is_contiguous():
+    if _ACTIVE_CONTEXTS and output.requires_grad and output.is_contiguous():
         kept = tuple(tensor.detach() for tensor in inputs)
-        _OPEN[-1].add(output, lambda: compute(*kept), *kept)
+        _ACTIVE_CONTEXTS[-1].add(output, lambda: compute(*kept), *kept)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -69,7 +69,7 @@ def is_gated(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, part, None), nn.Module) for part in parts)
 
 
-class _Recipe:
+class _Recompute:
     """How to compute one tensor again, under the autocast of its forward."""
 
     def __init__(self, compute: Callable[[], Tensor], inputs: tuple[Tensor, ...], latest: deque[Any]) -> None:
@@ -97,15 +97,15 @@ class _Recipe:
         return value
 
 
-class _Recipes:
+class _RecomputeTable:
     """Of the tensors of the running forward, by their storage."""
 
     def __init__(self) -> None:
-        self.of_storage: dict[int, tuple[StorageWeakRef, _Recipe]] = {}
-        self.latest: deque[tuple[_Recipe, Tensor]] = deque(maxlen=LATEST_VALUES)
+        self.of_storage: dict[int, tuple[StorageWeakRef, _Recompute]] = {}
+        self.latest: deque[tuple[_Recompute, Tensor]] = deque(maxlen=MAX_CACHED_VALUES)
 
-    def add(self, output: Tensor, compute: Callable[[], Tensor], *inputs: Tensor) -> _Recipe:
-        recipe = _Recipe(compute, inputs, self.latest)
+    def add(self, output: Tensor, compute: Callable[[], Tensor], *inputs: Tensor) -> _Recompute:
+        recipe = _Recompute(compute, inputs, self.latest)
         # A weak reference keeps no numbers, but its address, which so cannot become that of another storage.
         reference = StorageWeakRef(output.untyped_storage())
         self.of_storage[reference.cdata] = (reference, recipe)
@@ -128,10 +128,10 @@ class _Recipes:
 class _Gated:
     """Follows the forward of one feed-forward part by hooks: activation, its factor, their product."""
 
-    def __init__(self, recipes: _Recipes, module: Any) -> None:
+    def __init__(self, recipes: _RecomputeTable, module: Any) -> None:
         self.recipes = recipes
         self.module = module
-        self.activated: tuple[Tensor, _Recipe] | None = None
+        self.activated: tuple[Tensor, _Recompute] | None = None
         self.factor: Tensor | None = None
         self.handles = [
             module.act_fn.register_forward_hook(self.after_activation),
@@ -152,9 +152,9 @@ class _Gated:
         if activated is None or factor is None or not inputs[0].requires_grad or not inputs[0].is_contiguous():
             return
         value, recipe = activated
-        if self.module not in _MULTIPLIES:
-            _MULTIPLIES[self.module] = torch.equal(inputs[0].detach(), value * factor)
-        if _MULTIPLIES[self.module]:
+        if self.module not in _IS_GATED_PRODUCT:
+            _IS_GATED_PRODUCT[self.module] = torch.equal(inputs[0].detach(), value * factor)
+        if _IS_GATED_PRODUCT[self.module]:
             self.recipes.add(inputs[0], lambda: recipe.value() * factor, factor)
 
 
@@ -162,7 +162,7 @@ class _Gated:
 class _Packed:
     """What stands for a saved tensor, and where in the recomputed one its numbers are."""
 
-    recipe: _Recipe
+    recipe: _Recompute
     size: torch.Size
     stride: tuple[int, ...]
     offset: int

@@ -11,7 +11,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import Tensor, nn
 
-from grupo.models.quantization import is_4bit, is_8bit
+from grupo.utils.quantized_layers import is_4bit, is_8bit
 
 
 def is_plain_lora(module: nn.Module) -> bool:
@@ -30,7 +30,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def lora_added_in_place(model: nn.Module) -> Iterator[None]:
+def inplace_lora(model: nn.Module) -> Iterator[None]:
     """Plain LoRA layers add to the output of their base layer where it stands.
 
     PEFT's own forward makes three tensors of the output's size on the way, in as many passes over memory.

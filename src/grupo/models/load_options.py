@@ -1,33 +1,31 @@
-"""What was asked of a model when it was loaded or got its adapter, where training has to know of it."""
+"""Options with which a model was loaded or given its adapter, stored on the model for the trainer and the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-_ATTRIBUTE = "grupo_asked"
+_ATTRIBUTE = "grupo_load_options"
 
 
 @dataclass
-class Asked:
-    """Kept on the model; None where nobody has asked."""
-
+class LoadOptions:
     tokenizer: Any = None
     max_seq_length: int | None = None
-    """Tokens of prompt and completion together, at most."""
+    """Most tokens of prompt and completion together."""
     checkpointing: bool | None = None
-    """Layers are computed again in backward."""
+    """Activations are recomputed in backward; None: not specified."""
     offload: bool = False
-    """With checkpointing: the inputs of the layers wait in host memory until then."""
-    trains_all: bool = False
-    """All weights, without an adapter."""
+    """With checkpointing: the inputs of the layers wait in host memory until backward."""
+    full_finetuning: bool = False
+    """All weights are trained, without an adapter."""
 
 
-def asked_of(model: Any) -> Asked:
-    """Of a model or of the one below its adapter."""
-    asked = getattr(model, _ATTRIBUTE, None)
-    return asked if isinstance(asked, Asked) else Asked()
+def load_options(model: Any) -> LoadOptions:
+    """Options of the model, or of the one that its adapter is on; the defaults if none were set."""
+    options = getattr(model, _ATTRIBUTE, None)
+    return options if isinstance(options, LoadOptions) else LoadOptions()
 
 
-def ask(model: Any, asked: Asked) -> None:
-    setattr(model, _ATTRIBUTE, asked)
+def set_load_options(model: Any, options: LoadOptions) -> None:
+    setattr(model, _ATTRIBUTE, options)

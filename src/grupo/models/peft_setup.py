@@ -16,15 +16,16 @@ from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from grupo.errors import ConfigError, UnsupportedError, first_line
-from grupo.models.load import base_model, check_kind, prepared_for_adapter, vocabulary_size
+from grupo.errors import ConfigError, UnsupportedError, summarize_error
+from grupo.models.inspect import base_model, check_adapter_supported, vocabulary_size
+from grupo.models.load import prepare_for_kbit_training
 
 logger = logging.getLogger("grupo")
 
 BIASES = ("none", "all", "lora_only")
-STARTS = ("gaussian", "pissa", "olora", "orthogonal", "mica", "loftq", "corda")
+INIT_METHODS = ("gaussian", "pissa", "olora", "orthogonal", "mica", "loftq", "corda")
 """Names for init_lora_weights, beside True, False and pissa_niter_N."""
-STARTS_FROM_DATA = ("eva", "lora_ga")
+DATA_DEPENDENT_INITS = ("eva", "lora_ga")
 """Without their data peft goes on with another start."""
 
 
@@ -37,7 +38,7 @@ def lora_config(**settings: Any) -> LoraConfig:
     try:
         config = LoraConfig(task_type="CAUSAL_LM", **settings)
     except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(f"The adapter cannot be had with these settings: {first_line(error)}") from error
+        raise ConfigError(f"The adapter cannot be had with these settings: {summarize_error(error)}") from error
     check_adapter_config(config)
     return config
 
@@ -59,18 +60,18 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
             "the adapter, leave peft_config out (`lora: null`), and load it with is_trainable=True where you load it "
             "yourself; to put a fresh one on top, pass the merged model: merge_and_unload() keeps what was learned."
         )
-    _check_places(model, peft_config)
+    _check_targets(model, peft_config)
     # A copy: peft writes into it, and one configuration may serve several runs.
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
     peft_config.revision = peft_config.revision or revision
     linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     try:
-        with undone_on_error(model):
-            adapted = get_peft_model(prepared_for_adapter(model), peft_config)
+        with rollback_on_error(model):
+            adapted = get_peft_model(prepare_for_kbit_training(model), peft_config)
     except (ValueError, TypeError, NotImplementedError, AttributeError, LookupError, re.error) as error:
         raise ConfigError(
-            f"The adapter cannot be added: {first_line(error)} The linear layers of this model are called "
+            f"The adapter cannot be added: {summarize_error(error)} The linear layers of this model are called "
             f"{', '.join(sorted(linear))}; 'all-linear' takes all but the head."
         ) from error
     _warn_of_tied_layers(adapted)
@@ -78,7 +79,7 @@ def add_adapter(model: Any, peft_config: Any, *, revision: str | None = None) ->
 
 
 @contextlib.contextmanager
-def undone_on_error(model: nn.Module) -> Iterator[None]:
+def rollback_on_error(model: nn.Module) -> Iterator[None]:
     """peft puts its layers into the model itself, one after the other, and leaves them there when it fails."""
     children = [(module, dict(module._modules)) for module in model.modules()]
     weights = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
@@ -131,7 +132,7 @@ def add_tokens(model: Any, tokenizer: Any, texts: Sequence[str], peft_config: An
         _add_rows(model, len(tokenizer))
     if peft_config is None:
         return None
-    ends = _ends(model)
+    ends = _embedding_layers(model)
     names = [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)]
     whole = peft_config.modules_to_save or ()
     peft_config = copy.deepcopy(peft_config)
@@ -145,14 +146,14 @@ def _add_rows(model: Any, rows: int) -> None:
 
     transformers adds a noise to it whose last digits depend on the number of threads: the run would not be known again.
     """
-    means = [_mean(end.weight) for end in _ends(model)]
+    means = [_mean(end.weight) for end in _embedding_layers(model)]
     before = model.get_input_embeddings().weight.shape[0]
     model.resize_token_embeddings(rows, mean_resizing=False)
-    for end, mean in zip(_ends(model), means, strict=True):
+    for end, mean in zip(_embedding_layers(model), means, strict=True):
         end.weight[before:] = mean.to(end.weight.dtype)
 
 
-def _ends(model: Any) -> list[Any]:
+def _embedding_layers(model: Any) -> list[Any]:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [end for end in ends if end is not None]
 
@@ -177,7 +178,7 @@ def check_adapter_config(config: Any) -> None:
             f"peft_config is {type(config).__name__}; it must be a configuration of peft, as in "
             "peft.LoraConfig(task_type='CAUSAL_LM', r=16, target_modules='all-linear')."
         )
-    check_kind(config)
+    check_adapter_supported(config)
     if not isinstance(config, LoraConfig):
         return
     for name, rank in _with_pattern("r", config.r, "rank_pattern", config.rank_pattern):
@@ -205,19 +206,19 @@ def check_adapter_config(config: Any) -> None:
         targets is None or isinstance(targets, str | list | tuple | set),
         f"target_modules={targets!r}: name modules in a list, or use a pattern or 'all-linear'",
     )
-    _check_start(config.init_lora_weights)
+    _check_init(config.init_lora_weights)
 
 
-def _check_start(start: Any) -> None:
-    if isinstance(start, str) and start in STARTS_FROM_DATA:
+def _check_init(start: Any) -> None:
+    if isinstance(start, str) and start in DATA_DEPENDENT_INITS:
         raise UnsupportedError(
             f"init_lora_weights={start!r} is computed from data, by calls of peft's own around peft.get_peft_model. "
             "Make them, and pass the model that they give, without peft_config."
         )
-    is_known = isinstance(start, str) and (start.lower() in STARTS or re.fullmatch(r"pissa_niter_\d+", start))
+    is_known = isinstance(start, str) and (start.lower() in INIT_METHODS or re.fullmatch(r"pissa_niter_\d+", start))
     _require(
         isinstance(start, bool) or bool(is_known),
-        f"init_lora_weights={start!r}: use True, False, 'pissa_niter_N' or one of {', '.join(map(repr, STARTS))}",
+        f"init_lora_weights={start!r}: use True, False, 'pissa_niter_N' or one of {', '.join(map(repr, INIT_METHODS))}",
     )
 
 
@@ -237,7 +238,7 @@ def _require(condition: bool, sentence: str) -> None:
 # ---- places ----------------------------------------------------------------------------------------------------------
 
 
-def _check_places(model: Any, peft_config: Any) -> None:
+def _check_targets(model: Any, peft_config: Any) -> None:
     """peft passes over what it does not find.
 
     Raises:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from grupo.models.activation_recompute import recomputable
+from grupo.models.activation_recompute import register_recompute
+from grupo.models.memory import LayerWidths
 from grupo.types import GroupSpan, PackedLayout
 
 ATTENTION = "grupo_packed"
@@ -61,7 +62,7 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
     Keep the context open until after the backward pass: checkpointing runs the forward again in there. Close it before
     the model is used in any other way.
     """
-    AttentionInterface.register(ATTENTION, attend)
+    AttentionInterface.register(ATTENTION, shared_prompt_attention)
     configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
     before = [(config, config._attn_implementation_internal) for config in configs.values()]
     try:
@@ -78,7 +79,7 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
             kept.cache_clear()
 
 
-def why_not_packed(base: Any) -> str | None:
+def packing_unsupported_reason(base: Any) -> str | None:
     """What can be told without running the model; None: its numbers decide."""
     if not isinstance(base, PreTrainedModel):
         return "this model is not one of the transformers library"
@@ -90,7 +91,7 @@ def why_not_packed(base: Any) -> str | None:
     return None
 
 
-def hidden_windows(base: Any, layout: PackedLayout) -> str | None:
+def missing_window_reason(base: Any, layout: PackedLayout) -> str | None:
     """Whether a model, run with this layout, should have named a sliding window and did not.
 
     Numbers do not show it, as long as sequences are shorter than the window.
@@ -106,7 +107,36 @@ def hidden_windows(base: Any, layout: PackedLayout) -> str | None:
     return None
 
 
-def attend(
+def attention_bytes(
+    prompt: int,
+    completion: int,
+    completions: int,
+    *,
+    widths: LayerWidths,
+    layers: int,
+    itemsize: int,
+    device_type: str,
+) -> int:
+    """Memory that attention keeps for backward, in addition to queries, keys and values.
+
+    Each block of queries of a completion has a mask. Where the kernel does not share key-value heads, as on CUDA, each
+    block also has copies, for every head, of all keys and values before its end.
+
+    Args:
+        prompt, completion: tokens of the prompt and of each completion.
+        completions: completions in the micro-batch.
+        layers: layers whose tensors are kept at the same time.
+    """
+    block = min(QUERY_BLOCK, completion)
+    ends = [min(start + block, completion) for start in range(0, completion, block)]
+    keys = sum(prompt + end for end in ends)
+    masks = keys * block * (layers if len(ends) > KEPT_MASKS else 1)
+    has_copies = device_type == "cuda" and widths.queries != widths.keys
+    copies = layers * completions * keys * 2 * widths.queries if has_copies else 0
+    return (masks + copies) * itemsize
+
+
+def shared_prompt_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -152,11 +182,11 @@ def _decode(
     shared = heads // key.shape[1]
     queries = query.reshape(rows, key.shape[1], shared, size) * (size**-0.5 if scaling is None else scaling)
     sink = None if sinks is None else sinks.view(1, -1, shared, 1)
-    shares = _shares(queries @ key.transpose(2, 3), mask, softcap, sink).to(value.dtype)
+    shares = _attention_probs(queries @ key.transpose(2, 3), mask, softcap, sink).to(value.dtype)
     return (shares @ value).reshape(rows, 1, heads, value.shape[-1])
 
 
-def _shares(scores: Tensor, mask: Tensor | None, softcap: float | None, sink: Tensor | None) -> Tensor:
+def _attention_probs(scores: Tensor, mask: Tensor | None, softcap: float | None, sink: Tensor | None) -> Tensor:
     """What each query takes of each key, in float32 at least; `sink` is the score of a key without a value."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -191,7 +221,7 @@ def _packed(layout: PackedLayout, attention: Any, query: Tensor, key: Tensor, va
             key_pair, value_pair = (keys[prompt], keys[behind]), (values[prompt], values[behind])
             mixed.append(_completions(attention, group, queries[behind], key_pair, value_pair))
     result = _assembled(layout, padding, *mixed)
-    recomputable(result, functools.partial(_assembled, layout, padding), *mixed)
+    register_recompute(result, functools.partial(_assembled, layout, padding), *mixed)
     return result
 
 
@@ -214,9 +244,9 @@ def _completions(
 ) -> Tensor:
     """(G, h, C, D) of all completions of a prompt; keys and values are those of prompt and completions."""
     rows = _Rows.of(group.completion_lengths, query.device)
-    full_key, full_value = rows.behind(*keys), rows.behind(*values)
-    recomputable(full_key, rows.behind, *keys)
-    recomputable(full_value, rows.behind, *values)
+    full_key, full_value = rows.with_prompt(*keys), rows.with_prompt(*values)
+    register_recompute(full_key, rows.with_prompt, *keys)
+    register_recompute(full_value, rows.with_prompt, *values)
     queries = rows.unpack(query)
     longest, prompt = rows.longest, group.prompt_length
     if longest <= QUERY_BLOCK:
@@ -258,7 +288,7 @@ class _Rows:
         unpacked: Tensor = rows.unflatten(0, (self.count, self.longest)).transpose(1, 2)
         return unpacked
 
-    def behind(self, prompt: Tensor, packed: Tensor) -> Tensor:
+    def with_prompt(self, prompt: Tensor, packed: Tensor) -> Tensor:
         """(G, k, P + C, D): every row of `packed` behind a copy of `prompt`, (1, k, P, D)."""
         return torch.cat([prompt.expand(self.count, -1, -1, -1), self.unpack(packed)], dim=2)
 
@@ -328,5 +358,5 @@ def _eager_attention(
         mask = _mask(query.shape[2], key.shape[2], None, query.dtype, query.device)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     sink = None if sinks is None else sinks.view(1, -1, 1, 1)
-    shares = _shares(scores, mask, softcap, sink).to(value.dtype)
+    shares = _attention_probs(scores, mask, softcap, sink).to(value.dtype)
     return functional.dropout(shares, dropout) @ value

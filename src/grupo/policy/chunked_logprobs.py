@@ -1,12 +1,12 @@
-"""Log-probs and entropy of given tokens from hidden states, without ever holding full logits.
+"""Log-probs and entropies of given tokens from hidden states, without materialising full logits.
 
-N scored positions, H hidden, V vocabulary; n tokens and v ids of one tile. Logits exist for one tile of n x v at a
-time; the log-sum-exp over the vocabulary is accumulated online (Milakov and Gimelshein, arXiv:1805.02867).
+N tokens, H hidden, V vocabulary; n tokens and v vocabulary entries per tile. Logits exist for one n x v tile at a time;
+the log-sum-exp over the vocabulary is accumulated online (Milakov and Gimelshein, arXiv:1805.02867).
 
-Where the head is frozen, one pass is enough: d logprob / d hidden = (w_target - E_p[w]) / temperature, and the mean of
-the head's rows under the softmax, E_p[w], is accumulated beside the log-sum-exp, as attention accumulates its values.
-That takes two projections for value and gradient. A head that is trained needs the probabilities of all tokens again,
-so its logits are computed again in backward.
+With a frozen head one pass is enough: d logprob / d hidden = (w_target - E_p[w]) / temperature, and the mean of the
+head's weight vectors under the softmax, E_p[w], is accumulated together with the log-sum-exp, as attention accumulates
+its values. Value and gradient then take two projections. A trained head needs all probabilities again, so the backward
+pass recomputes its logits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 TOKEN_CHUNK = 1024
 VOCABULARY_CHUNK = 4096
@@ -37,12 +37,12 @@ def chunked_logprobs(
 
     Args:
         hidden: (N, H).
-        weight: (V, H), of the output embedding.
+        weight: (V, H) weight of the output embedding.
         targets: (N,) int64 token ids.
         bias: (V,) or None.
         temperature: divides the logits, as in sampling.
         with_entropy: also return the entropy of each distribution, with gradient.
-        head_in_float32: compute the projection in float32 (ScaleRL, arXiv:2510.13786) instead of hidden's dtype.
+        head_in_float32: compute the projection in float32 (ScaleRL, arXiv:2510.13786) instead of the dtype of `hidden`.
 
     Returns:
         (N,) log-probs in nats and (N,) entropies in nats or None; float32, or float64 for float64 input.
@@ -51,6 +51,20 @@ def chunked_logprobs(
         hidden, weight, bias, targets, temperature, with_entropy, head_in_float32, token_chunk, vocabulary_chunk
     )
     return logprobs, entropy if with_entropy else None
+
+
+def logprob_bytes(head: Any, count: int, *, vocabulary: int, itemsize: int) -> int:
+    """Peak memory of the log-probs of `count` tokens and of their gradients, with a head of `vocabulary` rows.
+
+    Args:
+        head: the model's output embedding. Where it is not a plain linear layer, full logits are computed.
+        itemsize: bytes of one number of the hidden states.
+    """
+    if type(head) is not nn.Linear:
+        return 4 * count * vocabulary * 4  # logits, logits in float32, probabilities, gradient
+    tile = 2 * min(count, TOKEN_CHUNK) * min(vocabulary, VOCABULARY_CHUNK) * 4
+    weight_gradient = head.weight.numel() * 4 if head.weight.requires_grad else 0
+    return count * head.in_features * 2 * (itemsize + 4) + tile + weight_gradient
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -67,14 +81,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         token_chunk: int,
         vocabulary_chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        # Under autocast the projection of the model's own head runs in the autocast dtype; so does this one.
+        # Under autocast the model's own head runs in the autocast dtype, and so does this projection.
         matmul_dtype = _matmul_dtype(hidden, head_in_float32)
         result_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         tiles = _Tiles(weight, bias, temperature, matmul_dtype, result_dtype, vocabulary_chunk)
         count = hidden.shape[0]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         one_pass = needs_hidden and not needs_weight and not needs_bias
-        # The mean logit is the hidden state times the mean row of the head, where that is precise enough.
+        # The mean logit is the hidden state times the mean weight vector, if the dtype is precise enough.
         entropy_from_mean = one_pass and bias is None and matmul_dtype == result_dtype
         logprobs = hidden.new_empty(count, dtype=result_dtype)
         log_normalizer = hidden.new_empty(count, dtype=result_dtype)
@@ -96,7 +110,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropy[rows] = reduced.log_normalizer - mean_logit
             if reduced.mean_weight is not None:
                 mean_weight[rows] = reduced.mean_weight
-        # The entropy is often only looked at: without a gradient for it, backward leaves its terms out.
+        # The entropy is often only logged; without a gradient for it, backward skips its terms.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy, mean_weight)
         ctx.settings = (temperature, matmul_dtype, result_dtype, token_chunk, vocabulary_chunk, one_pass)
@@ -130,7 +144,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     grad_logits = log_p.exp_().mul_(-grad_logprobs[rows, None])
                 else:
                     p = log_p.exp()
-                    # d H / d logit_j = -p_j (log p_j + H); a token of probability 0 has log p = -inf and no part in H
+                    # d H / d logit_j = -p_j (log p_j + H); a token of probability 0 has log p = -inf and adds nothing
                     term = torch.where(p > 0, p * (log_p + entropy[rows, None]), torch.zeros_like(p))
                     grad_logits = p.mul_(-grad_logprobs[rows, None]).sub_(term.mul_(grad_entropy[rows, None]))
                 grad_logits[hits, targets[rows][inside] - columns.start] += grad_logprobs[rows][inside]
@@ -150,21 +164,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _Reduced(NamedTuple):
-    """Of a chunk of n tokens, over the whole vocabulary."""
+    """Sums over the whole vocabulary for a chunk of n tokens."""
 
     target_logit: Tensor
-    """(n,) one of the logits that are summed up: computed on its own it would be rounded differently, and in bfloat16
-    log-probs would come out above 0."""
+    """(n,) taken from the logits that are summed up: computed separately, its rounding would differ, and log-probs in
+    bfloat16 could exceed 0."""
     log_normalizer: Tensor
     """(n,) log-sum-exp of the logits."""
     mean_logit: Tensor
-    """(n,) under the softmax; zeros unless asked for."""
+    """(n,) mean logit under the softmax; zeros unless requested."""
     mean_weight: Tensor | None
-    """(n, H) rows of the head under the softmax, where asked for."""
+    """(n, H) mean weight vector of the head under the softmax; None unless requested."""
 
 
 class _Tiles:
-    """Tempered logits of a chunk of tokens, one tile of the vocabulary after the other."""
+    """Logits of a chunk of tokens at the sampling temperature, tile by tile over the vocabulary."""
 
     def __init__(
         self,
@@ -176,13 +190,13 @@ class _Tiles:
         vocabulary_chunk: int,
     ) -> None:
         self.weight, self.temperature = weight, temperature
-        # Finite, as a probability of 0 times a logit of -inf would be NaN in the mean logit.
+        # Finite, because a probability of 0 times a logit of -inf would make the mean logit NaN.
         self.bias = None if bias is None else bias.to(result_dtype).clamp_min(-1e30)
         self.matmul_dtype, self.result_dtype = matmul_dtype, result_dtype
         self.vocabulary_chunk = vocabulary_chunk
 
     def __call__(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """(n, v) tempered logits, tile by tile; the next one takes the memory of the last."""
+        """(n, v) logits, tile by tile; each tile reuses the memory of the previous one."""
         hidden = hidden.to(self.matmul_dtype)
         columns_at_once = min(self.vocabulary_chunk, self.weight.shape[0])
         buffer = hidden.new_empty(hidden.shape[0] * columns_at_once)
@@ -228,13 +242,13 @@ class _Tiles:
 def logprobs_from_logits(
     logits: Tensor, targets: Tensor, *, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The same from full (N, V) logits: for models whose logits are more than a projection of hidden states."""
+    """Log-probs and entropies from full (N, V) logits, for models whose logits are not a plain projection."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     log_p = torch.log_softmax(logits.to(dtype) / temperature, dim=-1)
     logprobs = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     if not with_entropy:
         return logprobs, None
-    # A token of probability 0 has log p = -inf: 0 * -inf would be NaN, in the value and in the gradient.
+    # A token of probability 0 has log p = -inf, and 0 * -inf would be NaN in the value and in the gradient.
     finite = torch.where(log_p > -torch.inf, log_p, torch.zeros_like(log_p))
     return logprobs, -(finite.exp() * finite * (log_p > -torch.inf)).sum(-1)
 

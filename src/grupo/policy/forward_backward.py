@@ -1,6 +1,6 @@
 """The gradient of one optimizer step: micro-batches over denominators that are computed once for the whole step.
 
-B rows, T completion tokens.
+B completions, T completion tokens.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ import torch
 from torch import Tensor, nn
 
 from grupo.algo.entropy import entropy_threshold
-from grupo.algo.losses import LossInputs, LossOutput, Objective, StepTotals
+from grupo.algo.losses import GRPOLoss, LossInputs, LossOutput, StepTotals
 from grupo.errors import TrainingError
-from grupo.metrics import AllGather, MetricSums
-from grupo.models.activation_recompute import cheap_activations_recomputed
-from grupo.models.inplace_lora import lora_added_in_place
-from grupo.models.memory import (
-    activations_in_host_memory,
-    give_back_memory,
-    is_out_of_memory,
-    memory_given_back_between_layers,
-)
+from grupo.metrics import AllGather, MetricAccumulator
+from grupo.models.activation_offload import offload_activations
+from grupo.models.activation_recompute import recompute_cheap_activations
+from grupo.models.inplace_lora import inplace_lora
+from grupo.models.memory import is_out_of_memory, trim_between_layers
 from grupo.policy.batching import collate, micro_batches
-from grupo.policy.logprob_model import Scorer, Scores, dropout_off
+from grupo.policy.logprob_model import LogprobModel, TokenLogprobs, disable_dropout
 from grupo.policy.reference import Reference
-from grupo.types import MicroBatch, Sample
+from grupo.types import MicroBatch, TrainingSample
+from grupo.utils.malloc import trim_host_memory
 
 logger = logging.getLogger("grupo")
 
 ENTROPY_ROUNDING = 1e-4
-"""Nats. Tokens this close below the entropy threshold reach it. The threshold is often one token's own entropy, and the
-first tokens of a group all have the same: computed again in another micro-batch, rounding would choose among them."""
+"""Tokens this close below the entropy threshold still reach it, in nats. The threshold is often the entropy of a single
+token, which the first tokens of a group share; recomputed in other micro-batches, rounding would decide which of them
+reach it."""
 
 
-class Ranks(Protocol):
-    """What the update needs from `accelerate.Accelerator`."""
+class DistributedContext(Protocol):
+    """The part of `accelerate.Accelerator` that `ForwardBackward` uses."""
 
     num_processes: int
     device: torch.device
@@ -53,200 +51,196 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class UpdateResult:
-    """What one call left behind, besides the gradients."""
+class StepResult:
+    """Result of one optimizer step's forward and backward passes, besides the gradients."""
 
     loss: Tensor
     """Scalar; its mean over ranks is the loss of the step."""
-    metrics: MetricSums
-    """Of this rank only."""
+    metrics: MetricAccumulator
+    """Metrics of this rank only."""
     totals: StepTotals
     entropy_sum: float
-    """Nats, over the tokens that the entropy bonus acts on, this rank only; 0 without a bonus."""
-    scored_tokens: int
-    """Computed with gradient on this rank: a shared prompt once, padding included."""
+    """Sum of the entropies of this rank's tokens in the entropy bonus, in nats; 0 without a bonus."""
+    computed_tokens: int
+    """Tokens computed with gradient on this rank, padding included; a shared prompt counts once."""
     seconds: float = 0.0
 
 
 @dataclass(eq=False, kw_only=True)
-class PolicyUpdate:
-    """Computes the gradient of one optimizer step on the samples of this rank.
+class ForwardBackward:
+    """Computes the gradient of one optimizer step from the samples of this rank.
 
-    The gradient is the same however the step is cut into micro-batches or dealt to ranks: every loss is a sum over the
-    denominators of the whole step. Rows without any gradient are left out of forward and backward, but stay in the
-    denominators.
+    The gradient does not depend on how the step is split into micro-batches or distributed over ranks: every loss is a
+    sum divided by the denominators of the whole step. Samples without any gradient are left out of forward and
+    backward, but count in the denominators.
     """
 
-    scorer: Scorer
-    objective: Objective
-    ranks: Ranks
-    rows_per_batch: int
+    logprob_model: LogprobModel
+    loss_function: GRPOLoss
+    distributed: DistributedContext
+    micro_batch_size: int
     pad_token_id: int
     all_gather: AllGather
-    """One object from each rank, in rank order."""
+    """Returns one object from each rank, in rank order."""
     autocast: Callable[[], AbstractContextManager[Any]]
-    """Context of the policy's forward."""
+    """Context of forward passes."""
     dtype: torch.dtype = torch.float32
-    """Of the numbers beside the token ids; float64 for a float64 model."""
+    """Dtype of advantages and log-probs in micro-batches; float64 for a float64 model."""
     pad_to_multiple_of: int | None = None
-    row_tokens: int | None = None
-    """Of a completion with its prompt at most; see `micro_batches`."""
+    max_sequence_tokens: int | None = None
+    """Maximum number of tokens of a prompt with one completion; see `micro_batches`."""
     token_budget: int | None = None
-    """Tokens of a micro-batch at most, padding included, where one completion alone has no more; None: no limit."""
+    """Maximum number of tokens per micro-batch, padding included; a single completion may exceed it. None: no limit."""
     checkpointing: bool = False
-    """Whether the model recomputes whole layers."""
+    """Whether gradient checkpointing recomputes whole layers."""
     offload_activations: bool = False
-    """What backward needs waits for it in host memory."""
+    """Whether activations are kept in host memory until the backward pass."""
     on_token_budget: Callable[[int], None] | None = None
-    """Called with the new budget after an out-of-memory."""
+    """Called with the new budget after running out of memory."""
     top_entropy_quantile: float = 1.0
     kl_on_dead_groups: bool = True
     has_entropy_bonus: bool = False
 
-    def __call__(self, model: nn.Module, samples: Sequence[Sample], *, entropy_coef: float = 0.0) -> UpdateResult:
-        """Leaves the step's gradients in the parameters of `model`, the module that the training step was given."""
+    def __call__(self, model: nn.Module, samples: Sequence[TrainingSample], *, entropy_coef: float = 0.0) -> StepResult:
+        """Leaves the step's gradients in the parameters of `model`, the module that the training step received."""
         started = time.perf_counter()
         self._prepare(model)
         while True:
             try:
-                with self._scoring():
+                with self._forward_context():
                     result = self._step(model, samples, entropy_coef)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 self._halve_token_budget(samples, error)
-                # Of the micro-batches before it: the step begins again.
+                # Gradients of earlier micro-batches are discarded, because the step starts over.
                 model.zero_grad(set_to_none=True)
             else:
                 return dataclasses.replace(result, seconds=time.perf_counter() - started)
 
     @contextlib.contextmanager
-    def _scoring(self) -> Iterator[None]:
-        """Around forwards, and around their backwards where there are any."""
-        decoder, device = self.scorer.decoder, self.ranks.device
-        # Checkpointing computes whole layers again, and what is offloaded waits elsewhere: those decide then.
+    def _forward_context(self) -> Iterator[None]:
+        """Context of all forward passes and their backward passes."""
+        decoder, device = self.logprob_model.decoder, self.distributed.device
+        # Checkpointing and offloading manage activations themselves.
         recomputing = None if self.checkpointing or self.offload_activations else decoder
         with (
-            self.scorer.attention(),
-            lora_added_in_place(self.scorer.base),
-            memory_given_back_between_layers(decoder, device),
-            cheap_activations_recomputed(recomputing),
+            self.logprob_model.attention(),
+            inplace_lora(self.logprob_model.base),
+            trim_between_layers(decoder, device),
+            recompute_cheap_activations(recomputing),
         ):
             yield
 
-    def _halve_token_budget(self, samples: Sequence[Sample], error: Exception) -> None:
-        """Half of what the largest micro-batch had.
+    def _halve_token_budget(self, samples: Sequence[TrainingSample], error: Exception) -> None:
+        """Sets the token budget to half of the largest micro-batch.
 
         Raises:
-            TrainingError: a micro-batch is a single completion already, or other ranks are in the middle of theirs.
+            TrainingError: the largest micro-batch is a single completion, or there are other ranks, which cannot start
+                over.
         """
-        largest = max(self._collate(rows).input_ids.numel() for rows in self._micro_batches(samples))
+        largest = max(self._collate(members).input_ids.numel() for members in self._micro_batches(samples))
         longest = max(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
-        if self.ranks.num_processes > 1 or largest <= longest:
+        if self.distributed.num_processes > 1 or largest <= longest:
             raise TrainingError(
-                f"Out of memory with {largest} tokens in a micro-batch, of which the longest completion and its prompt "
-                f"have {longest}. Set micro_batch_tokens={max(longest, largest // 2)}, gradient_checkpointing=True, or "
-                "max_completion_length lower."
+                f"Out of memory with {largest} tokens in a micro-batch; the longest completion and its prompt have "
+                f"{longest}. Set micro_batch_tokens={max(longest, largest // 2)}, gradient_checkpointing=True, or a "
+                "lower max_completion_length."
             ) from error
         self.token_budget = max(longest, largest // 2)
         logger.warning(
-            "Out of memory with %d tokens in a micro-batch; from now on one has at most %d (micro_batch_tokens).",
+            "Out of memory with %d tokens in a micro-batch. Micro-batches now have at most %d (micro_batch_tokens).",
             largest,
             self.token_budget,
         )
         if self.on_token_budget is not None:
             self.on_token_budget(self.token_budget)
 
-    def _step(self, model: nn.Module, samples: Sequence[Sample], entropy_coef: float) -> UpdateResult:
-        metrics = MetricSums()
+    def _step(self, model: nn.Module, samples: Sequence[TrainingSample], entropy_coef: float) -> StepResult:
+        metrics = MetricAccumulator()
         threshold, entropy_tokens = self._entropy_threshold(model, samples)
         totals = self._totals(samples, entropy_tokens)
-        working = [sample for sample in samples if self._has_gradient(sample)]
+        active = [sample for sample in samples if self._has_gradient(sample)]
         self._count_skipped(metrics, [sample for sample in samples if not self._has_gradient(sample)])
         effective = sum(len(sample.completion_ids) for sample in samples if sample.has_loss and sample.advantage != 0.0)
-        metrics.add_sum("effective_tokens", float(effective), 1.0 / self.ranks.num_processes)
-        passes = list(self._passes(working, _without_loss(samples[0])))
-        loss = torch.zeros((), device=self.ranks.device)
+        metrics.add_sum("effective_tokens", float(effective), 1.0 / self.distributed.num_processes)
+        passes = list(self._synced_micro_batches(active, filler=dataclasses.replace(samples[0], has_loss=False)))
+        loss = torch.zeros((), device=self.distributed.device)
         entropy_sum = policy_loss = 0.0
-        scored_tokens = 0
-        for index, (rows, _) in enumerate(passes):
+        computed_tokens = 0
+        for index, (members, _) in enumerate(passes):
             last = index + 1 == len(passes)
-            with contextlib.nullcontext() if last else self.ranks.no_sync(model):
-                batch = self._collate(rows)
-                scores, output = self._loss(model, batch, totals, threshold, entropy_coef)
+            with contextlib.nullcontext() if last else self.distributed.no_sync(model):
+                batch = self._collate(members)
+                token_logprobs, output = self._loss(model, batch, totals, threshold, entropy_coef)
                 # Gradients are averaged over ranks; the loss is a sum over them.
-                share = output.loss * self.ranks.num_processes
-                self.ranks.backward(share)
-            give_back_memory(self.ranks.device)
+                share = output.loss * self.distributed.num_processes
+                self.distributed.backward(share)
+            trim_host_memory(self.distributed.device.type)
             loss += share.detach()
             _add_loss_metrics(metrics, output.sums, output.extremes)
-            _add_gap(metrics, batch, scores.logprobs.detach())
+            _add_logprob_gap(metrics, batch, token_logprobs.logprobs.detach())
             metrics.add_sum("padding_share", batch.input_ids.numel() - batch.num_tokens, batch.input_ids.numel())
-            scored_tokens += batch.input_ids.numel()
+            computed_tokens += batch.input_ids.numel()
             if self.has_entropy_bonus:
-                entropy_sum += _entropy_above(scores, batch, threshold)
+                entropy_sum += _bonus_entropy(token_logprobs, batch, threshold)
                 policy_loss += float(output.policy_loss)
         if self.has_entropy_bonus:
-            metrics.add_sum("policy_loss", policy_loss, 1.0 / self.ranks.num_processes)
+            metrics.add_sum("policy_loss", policy_loss, 1.0 / self.distributed.num_processes)
         if not passes:
             _zero_gradients(model)
-        metrics.add_sum("scored_tokens", float(scored_tokens), 1.0 / self.ranks.num_processes)
-        return UpdateResult(loss, metrics, totals, entropy_sum, scored_tokens)
+        metrics.add_sum("computed_tokens", float(computed_tokens), 1.0 / self.distributed.num_processes)
+        return StepResult(loss, metrics, totals, entropy_sum, computed_tokens)
 
-    def score_window(
-        self, model: nn.Module, samples: Sequence[Sample], *, with_old: bool, reference: Reference | None
-    ) -> list[Sample]:
+    def add_fixed_logprobs(
+        self, model: nn.Module, samples: Sequence[TrainingSample], *, with_old: bool, reference: Reference | None
+    ) -> list[TrainingSample]:
         """The samples with the log-probs that stay fixed while their window is trained on.
 
-        Rows without loss are not scored. They get the engine's log-probs, or zeros: nothing reads them, but a
-        micro-batch has them for all of its rows or for none.
+        Samples without loss get the engine's log-probs or zeros as placeholders: nothing reads them, but a micro-batch
+        has log-probs for all of its samples or for none.
         """
         if not with_old and reference is None:
             return list(samples)
-        counted = [index for index, sample in enumerate(samples) if sample.has_loss]
-        old: dict[int, tuple[float, ...]] = {}
-        frozen: dict[int, tuple[float, ...]] = {}
+        of_policy: Sequence[tuple[float, ...] | None] = [sample.old_logprobs for sample in samples]
+        of_reference: Sequence[tuple[float, ...] | None] = [sample.reference_logprobs for sample in samples]
         self._prepare(model)
-        # Also where dropout is asked for: that is for log-probs with gradient.
-        with dropout_off(model), self._scoring():
+        # Even with `logprob_dropout`, which applies to log-probs with gradient only.
+        with disable_dropout(model), self._forward_context():
             if with_old:
-                old = self._logprob_rows(model, samples, counted)
+                of_policy = self._logprobs(model, samples)
             if reference is not None:
                 with reference.active():
-                    frozen = self._logprob_rows(model, samples, counted)
+                    of_reference = self._logprobs(model, samples)
         return [
-            dataclasses.replace(
-                sample,
-                old_logprobs=old.get(index, _unread(sample)) if with_old else sample.old_logprobs,
-                reference_logprobs=frozen.get(index, _unread(sample)) if reference else sample.reference_logprobs,
-            )
-            for index, sample in enumerate(samples)
+            dataclasses.replace(sample, old_logprobs=old, reference_logprobs=reference_logprobs)
+            for sample, old, reference_logprobs in zip(samples, of_policy, of_reference, strict=True)
         ]
 
     def _prepare(self, model: nn.Module) -> None:
-        # In the arithmetic of scoring, or its checks would take rounding for a difference.
+        # In the dtype of the real passes, or the checks would mistake rounding for a difference.
         with self.autocast():
-            self.scorer.prepare(model, self.ranks.device)
+            self.logprob_model.prepare(model, self.distributed.device)
 
     @torch.no_grad()
-    def _logprob_rows(
-        self, model: nn.Module, samples: Sequence[Sample], counted: Sequence[int]
-    ) -> dict[int, tuple[float, ...]]:
-        """Log-probs of the samples at `counted`."""
-        index_of = {id(samples[index]): index for index in counted}
-        results: dict[int, tuple[float, ...]] = {}
-        for rows, is_own in self._passes([samples[index] for index in counted], samples[0]):
-            batch = self._collate(rows)
+    def _logprobs(self, model: nn.Module, samples: Sequence[TrainingSample]) -> list[tuple[float, ...]]:
+        """(T,) log-probs of every sample; placeholders for samples without loss."""
+        found: dict[int, tuple[float, ...]] = {}
+        with_loss = [sample for sample in samples if sample.has_loss]
+        for members, is_own in self._synced_micro_batches(with_loss, filler=samples[0]):
+            batch = self._collate(members)
             with self.autocast():
-                logprobs = self.scorer.score(model, batch).logprobs.tolist()
+                logprobs = self.logprob_model.logprobs(model, batch).logprobs.tolist()
             if is_own:
-                for sample, values in zip(rows, logprobs, strict=True):
-                    results[index_of[id(sample)]] = tuple(values[: len(sample.completion_ids)])
-        return results
+                for sample, values in zip(members, logprobs, strict=True):
+                    found[id(sample)] = tuple(values[: len(sample.completion_ids)])
+        return [found.get(id(sample)) or _placeholder_logprobs(sample) for sample in samples]
 
-    def _passes(self, samples: Sequence[Sample], filler: Sample) -> Iterator[tuple[list[Sample], bool]]:
-        """Micro-batches, and whether they are this rank's own: every rank makes the same number of passes, or those
-        with more would hang, waiting for the others."""
+    def _synced_micro_batches(
+        self, samples: Sequence[TrainingSample], filler: TrainingSample
+    ) -> Iterator[tuple[list[TrainingSample], bool]]:
+        """Micro-batches with whether they count, padded to the same number on every rank: ranks with more forward
+        passes than others would wait for them forever."""
         batches = list(self._micro_batches(samples))
         passes: int = max(self.all_gather(len(batches)))
         yield from ((batch, True) for batch in batches)
@@ -259,102 +253,105 @@ class PolicyUpdate:
         totals: StepTotals,
         threshold: Tensor | None,
         entropy_coef: float,
-    ) -> tuple[Scores, LossOutput]:
-        offload = activations_in_host_memory(model) if self.offload_activations else contextlib.nullcontext()
+    ) -> tuple[TokenLogprobs, LossOutput]:
+        offload = offload_activations(model) if self.offload_activations else contextlib.nullcontext()
         with self.autocast(), offload:
-            scores = self.scorer.score(model, batch, with_entropy=True)
-        output = self.objective(
+            token_logprobs = self.logprob_model.logprobs(model, batch, with_entropy=True)
+        output = self.loss_function(
             LossInputs(
-                policy_logprobs=scores.logprobs,
+                policy_logprobs=token_logprobs.logprobs,
                 advantages=batch.advantages,
                 mask=batch.loss_mask,
                 old_logprobs=batch.old_logprobs,
                 reference_logprobs=batch.reference_logprobs,
                 behavior_logprobs=batch.behavior_logprobs,
-                entropy=scores.entropy,
+                entropy=token_logprobs.entropy,
                 entropy_threshold=threshold,
-                kl_rows=None if self.kl_on_dead_groups else batch.live_groups,
+                kl_completions=None if self.kl_on_dead_groups else batch.has_signal,
             ),
             totals,
             entropy_coef=entropy_coef,
         )
-        return scores, output
+        return token_logprobs, output
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
         return micro_batches(
             samples,
-            self.rows_per_batch,
-            row_tokens=self.row_tokens,
+            self.micro_batch_size,
+            max_sequence_tokens=self.max_sequence_tokens,
             token_budget=self.token_budget,
-            packed=bool(self.scorer.shares_prompts),
+            packed=bool(self.logprob_model.use_prompt_sharing),
         )
 
-    def _collate(self, rows: Sequence[Sample]) -> MicroBatch:
+    def _collate(self, members: Sequence[TrainingSample]) -> MicroBatch:
         return collate(
-            rows,
-            packed=bool(self.scorer.shares_prompts),
+            members,
+            packed=bool(self.logprob_model.use_prompt_sharing),
             pad_token_id=self.pad_token_id,
-            device=self.ranks.device,
+            device=self.distributed.device,
             dtype=self.dtype,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
 
-    def _count_skipped(self, metrics: MetricSums, skipped: Sequence[Sample]) -> None:
-        """Rows that were not computed still count: in the entropy by the engine's value, in the clip shares as not
-        clipped, which a row without advantage never is."""
-        counted = [sample for sample in skipped if sample.has_loss]
-        for sample in counted:
+    def _count_skipped(self, metrics: MetricAccumulator, skipped: Sequence[TrainingSample]) -> None:
+        """Counts samples left out of the update: the engine's values in the entropy, and as not clipped in the clip
+        shares, since without an advantage nothing is clipped."""
+        with_loss = [sample for sample in skipped if sample.has_loss]
+        for sample in with_loss:
             if sample.entropies is not None:
                 metrics.add_sum("entropy", float(sum(sample.entropies)), float(len(sample.entropies)))
-        if counted:
-            mask = collate(counted, pad_token_id=self.pad_token_id, device=torch.device("cpu")).loss_mask
-            _add_loss_metrics(metrics, *self.objective.clip_metrics_without_advantage(mask))
+        if with_loss:
+            mask = collate(with_loss, pad_token_id=self.pad_token_id, device=torch.device("cpu")).loss_mask
+            _add_loss_metrics(metrics, *self.loss_function.clip_metrics_without_advantage(mask))
 
-    def _has_gradient(self, sample: Sample) -> bool:
-        """Whether any term of the loss has a coefficient other than zero on this row."""
+    def _has_gradient(self, sample: TrainingSample) -> bool:
+        """Whether any term of the loss has a non-zero coefficient on this sample."""
         if not sample.has_loss:
             return False
-        has_kl = self.objective.beta != 0.0 and (self.kl_on_dead_groups or sample.group_is_live)
+        has_kl = self.loss_function.settings.beta != 0.0 and (self.kl_on_dead_groups or sample.group_has_signal)
         return sample.advantage != 0.0 or has_kl or self.has_entropy_bonus
 
-    def _totals(self, samples: Sequence[Sample], entropy_tokens: int | None) -> StepTotals:
-        """Denominators of the step over all ranks. Rows without loss are in none of them."""
-        counted = [sample for sample in samples if sample.has_loss]
-        own = (sum(len(sample.completion_ids) for sample in counted), len(counted))
+    def _totals(self, samples: Sequence[TrainingSample], entropy_tokens: int | None) -> StepTotals:
+        """Denominators of the step over all ranks, without the samples that have no loss."""
+        with_loss = [sample for sample in samples if sample.has_loss]
+        own = (sum(len(sample.completion_ids) for sample in with_loss), len(with_loss))
         tokens, rows = (sum(column) for column in zip(*self.all_gather(own), strict=True))
         return StepTotals(tokens, rows, entropy_tokens=tokens if entropy_tokens is None else entropy_tokens)
 
     @torch.no_grad()
-    def _entropy_threshold(self, model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor | None, int | None]:
-        """The entropy that the top share of the step's tokens reaches, and how many reach it, over all ranks.
+    def _entropy_threshold(
+        self, model: nn.Module, samples: Sequence[TrainingSample]
+    ) -> tuple[Tensor | None, int | None]:
+        """Entropy that the top share of the step's tokens reaches, and how many reach it, over all ranks.
 
-        Needs a pass of its own: no threshold of one micro-batch would be that of the step.
+        Needs a forward pass of its own, because the threshold of one micro-batch is not that of the step.
         """
         if self.top_entropy_quantile >= 1.0:
             return None, None
         values = [torch.zeros(0, dtype=self.dtype)]
-        for rows, is_own in self._passes([sample for sample in samples if sample.has_loss], samples[0]):
-            batch = self._collate(rows)
+        with_loss = [sample for sample in samples if sample.has_loss]
+        for members, is_own in self._synced_micro_batches(with_loss, filler=samples[0]):
+            batch = self._collate(members)
             with self.autocast():
-                entropy = self.scorer.score(model, batch, with_entropy=True).entropy
+                entropy = self.logprob_model.logprobs(model, batch, with_entropy=True).entropy
             assert entropy is not None
             if is_own:
                 values.append(entropy[batch.loss_mask].cpu())
         everywhere = torch.cat(self.all_gather(torch.cat(values)))
         threshold = entropy_threshold(everywhere, self.top_entropy_quantile) - ENTROPY_ROUNDING
-        return threshold.to(self.ranks.device), int((everywhere >= threshold).sum())
+        return threshold.to(self.distributed.device), int((everywhere >= threshold).sum())
 
 
-def _entropy_above(scores: Scores, batch: MicroBatch, threshold: Tensor | None) -> float:
-    """Sum of the entropies, in nats, of the tokens that the entropy bonus acts on."""
-    assert scores.entropy is not None
-    entropy = scores.entropy.detach()
-    acting = batch.loss_mask if threshold is None else batch.loss_mask & (entropy >= threshold)
-    return float(entropy[acting].sum())
+def _bonus_entropy(token_logprobs: TokenLogprobs, batch: MicroBatch, threshold: Tensor | None) -> float:
+    """Sum of the entropies of the tokens in the entropy bonus, in nats."""
+    assert token_logprobs.entropy is not None
+    entropy = token_logprobs.entropy.detach()
+    in_bonus = batch.loss_mask if threshold is None else batch.loss_mask & (entropy >= threshold)
+    return float(entropy[in_bonus].sum())
 
 
 def _add_loss_metrics(
-    metrics: MetricSums, sums: Mapping[str, tuple[Tensor, Tensor]], extremes: Mapping[str, Tensor]
+    metrics: MetricAccumulator, sums: Mapping[str, tuple[Tensor, Tensor]], extremes: Mapping[str, Tensor]
 ) -> None:
     for name, (numerator, denominator) in sums.items():
         metrics.add_sum(name, float(numerator), float(denominator))
@@ -364,25 +361,21 @@ def _add_loss_metrics(
             (metrics.add_max if name.endswith("max") else metrics.add_min)(name, number)
 
 
-def _add_gap(metrics: MetricSums, batch: MicroBatch, logprobs: Tensor) -> None:
-    """How far the engine's log-probs are from ours, on the policy that sampled; only there are both known."""
+def _add_logprob_gap(metrics: MetricAccumulator, batch: MicroBatch, logprobs: Tensor) -> None:
+    """Adds the distance between the engine's and our log-probs under the policy that sampled the completions."""
     if batch.behavior_logprobs is None:
         return
-    scored = logprobs if batch.old_logprobs is None else batch.old_logprobs
-    gap = (scored - batch.behavior_logprobs).abs()[batch.completion_mask]
+    own = logprobs if batch.old_logprobs is None else batch.old_logprobs
+    gap = (own - batch.behavior_logprobs).abs()[batch.completion_mask]
     metrics.add_sum("sampling/logprob_gap", float(gap.sum()), float(gap.numel()))
 
 
-def _unread(sample: Sample) -> tuple[float, ...]:
+def _placeholder_logprobs(sample: TrainingSample) -> tuple[float, ...]:
     return sample.behavior_logprobs or (0.0,) * len(sample.completion_ids)
 
 
-def _without_loss(sample: Sample) -> Sample:
-    return dataclasses.replace(sample, has_loss=False)
-
-
 def _zero_gradients(model: nn.Module) -> None:
-    """Zero gradients, not missing ones: the optimizer's momentum and weight decay act as they would have."""
+    """Sets zero gradients instead of none, so that the optimizer's momentum and weight decay still apply."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

@@ -1,6 +1,6 @@
-"""Log-probs of completions under a model, through the module that the training step was given.
+"""Log-probs of completions under a model, computed through the module that the training step received.
 
-B completions, R rows of S tokens, T completion tokens, N scored positions, H hidden, V vocabulary.
+B completions, R sequences of S tokens, T completion tokens, N completion tokens in total, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,40 +15,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grupo.models.load import base_model, vocabulary_size
+from grupo.models.inspect import base_model, vocabulary_size
 from grupo.models.quantization import arithmetic_dtype
-from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD, hidden_windows, packed_attention, why_not_packed
+from grupo.models.shared_prompt_attention import (
+    LAYOUT_KEYWORD,
+    missing_window_reason,
+    packed_attention,
+    packing_unsupported_reason,
+)
 from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs, logprobs_from_logits
-from grupo.types import MicroBatch, Sample
+from grupo.types import MicroBatch, TrainingSample
 
 logger = logging.getLogger("grupo")
 
-# Logits of both paths at the start-up check may differ by rounding: relative to their largest magnitude.
 HEAD_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-# Nats by which log-probs of packed and separate rows may differ at the start-up check.
+"""Rounding difference allowed between the logits of both paths in the check at the start, relative to the largest."""
 SHARING_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+"""Difference allowed between log-probs of packed and separate sequences in the check at the start, in nats."""
 
 
 @dataclass(frozen=True)
-class Scores:
-    """(B, T) log-probs in nats and, when asked for, entropies in nats; exactly 0 outside the completion mask."""
+class TokenLogprobs:
+    """Log-probs and, if requested, entropies, (B, T) in nats; exactly 0 outside the completion mask."""
 
     logprobs: Tensor
     entropy: Tensor | None
 
 
-class Scorer:
-    """Scores completion positions only, from hidden states where the model's head is a plain projection.
+class LogprobModel:
+    """Computes log-probs of completion tokens only, from hidden states if the model's head is a plain projection.
 
-    Hidden states are read by a hook from inside the forward of the given module: calling the decoder around its
+    A hook reads the hidden states inside the forward pass of the given module: calling the decoder without its
     distributed wrapper would leave ranks un-synchronised without an error.
 
     Args:
-        model: the unwrapped model, with or without adapter.
-        temperature: of sampling; divides the logits here as well.
+        model: the unwrapped model, with or without an adapter.
+        temperature: sampling temperature; divides the logits here as well.
         head_in_float32: compute the head's projection in float32.
-        share_prompts: let the completions of a prompt share it, where the model can.
+        use_prompt_sharing: let the completions of a prompt share it in one packed sequence, if the model supports it.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class Scorer:
         *,
         temperature: float = 1.0,
         head_in_float32: bool = False,
-        share_prompts: bool = True,
+        use_prompt_sharing: bool = True,
     ) -> None:
         self.temperature = temperature
         self.head_in_float32 = head_in_float32
@@ -65,26 +70,26 @@ class Scorer:
         self.decoder = _decoder(self.base)
         self.head = self.base.get_output_embeddings() if hasattr(self.base, "get_output_embeddings") else None
         self.reads_hidden_states: bool | None = None
-        self.shares_prompts: bool | None = None if share_prompts else False
+        self.use_prompt_sharing: bool | None = None if use_prompt_sharing else False
 
     def prepare(self, module: nn.Module, device: torch.device) -> None:
-        """Finds out, once, by comparing numbers, whether the fast paths are right for this model.
+        """Checks once, by comparing numbers, whether the fast paths are correct for this model.
 
-        Sets `reads_hidden_states` and `shares_prompts`; says once what is not used and why.
+        Sets `reads_hidden_states` and `use_prompt_sharing`, and logs once why a fast path is not used.
         """
         if self.reads_hidden_states is None:
             self.reads_hidden_states = self._check_head(module, device)
-        if self.shares_prompts is None:
-            self.shares_prompts = self._check_sharing(module, device)
+        if self.use_prompt_sharing is None:
+            self.use_prompt_sharing = self._check_sharing(module, device)
 
     def attention(self) -> AbstractContextManager[None]:
-        """To be kept open from the first forward of packed rows to the end of the last backward."""
-        return packed_attention(self.base) if self.shares_prompts else contextlib.nullcontext()
+        """Context of all forward and backward passes of packed sequences."""
+        return packed_attention(self.base) if self.use_prompt_sharing else contextlib.nullcontext()
 
-    def score(self, module: nn.Module, batch: MicroBatch, *, with_entropy: bool = False) -> Scores:
-        """Scores `batch` with `module`, which may be the model or its distributed wrapper.
+    def logprobs(self, module: nn.Module, batch: MicroBatch, *, with_entropy: bool = False) -> TokenLogprobs:
+        """Log-probs of `batch` under `module`, which is the model or its distributed wrapper.
 
-        A packed batch must be scored inside of `attention()`.
+        A packed batch must be computed within `attention()`.
         """
         if self.reads_hidden_states is None:
             self.reads_hidden_states = self._check_head(module, batch.input_ids.device)
@@ -96,9 +101,9 @@ class Scorer:
         if self.reads_hidden_states:
             hidden, _ = self._hidden_states(module, inputs)
             logprobs, entropy = chunked_logprobs(
-                # A prompt's last token predicts the first one of all its completions; of the ways to pick rows, this
-                # one adds up their gradients in a fixed order.
-                nn.functional.embedding(batch.predictors, hidden.flatten(0, 1)),
+                # A prompt's last token predicts the first one of all its completions. `embedding` adds up their
+                # gradients in a fixed order; other ways of indexing do not.
+                nn.functional.embedding(batch.logit_indices, hidden.flatten(0, 1)),
                 self._linear_head().weight,
                 targets,
                 bias=self._linear_head().bias,
@@ -109,9 +114,12 @@ class Scorer:
         else:
             logits = module(**inputs, use_cache=False).logits
             logprobs, entropy = logprobs_from_logits(
-                logits.flatten(0, 1)[batch.predictors], targets, temperature=self.temperature, with_entropy=with_entropy
+                logits.flatten(0, 1)[batch.logit_indices],
+                targets,
+                temperature=self.temperature,
+                with_entropy=with_entropy,
             )
-        return Scores(
+        return TokenLogprobs(
             logprobs=_scatter(logprobs, rows, columns, batch.completion_mask.shape),
             entropy=None if entropy is None else _scatter(entropy, rows, columns, batch.completion_mask.shape),
         )
@@ -123,7 +131,7 @@ class Scorer:
     def _hidden_states(self, module: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         """(R, S, H) last hidden states, and the output of the whole module.
 
-        There is no attention mask: rows are padded on the right, which a causal model cannot see.
+        There is no attention mask: sequences are padded on the right, which a causal model cannot see.
         """
         captured: list[Tensor] = []
 
@@ -139,41 +147,42 @@ class Scorer:
         return captured[-1], output
 
     def _check_sharing(self, module: nn.Module, device: torch.device) -> bool:
-        """Whether packed rows give the log-probs of separate ones; told once where they do not.
+        """Whether packed sequences give the log-probs of separate ones; logs the reason if they do not.
 
-        The comparison is of numbers, as a model may accept the layout and ignore it (linear attention does).
+        Numbers are compared because a model may accept the layout and ignore it (linear attention does).
         """
-        reason = why_not_packed(self.base) or self._sharing_differs(module, device)
+        reason = packing_unsupported_reason(self.base) or self._sharing_differs(module, device)
         if reason is None:
             return True
-        logger.info("Prompts are computed once per completion, not once per group: %s.", reason)
+        logger.info("Each prompt is computed once per completion instead of once per group: %s.", reason)
         return False
 
     @torch.no_grad()
     def _sharing_differs(self, module: nn.Module, device: torch.device) -> str | None:
         size = vocabulary_size(self.base)
         if size is None:
-            return "the number of its tokens is not known"
+            return "the size of its vocabulary is unknown"
         ids = [(7 * place + 3) % size for place in range(19)]
         samples = [_check_sample(ids[:7], ids[7:12]), _check_sample(ids[:7], ids[12:15])]
         packed = collate(samples, pad_token_id=0, device=device, packed=True)
-        with dropout_off(self.base):
-            expected = self.score(module, collate(samples, pad_token_id=0, device=device)).logprobs
+        with disable_dropout(self.base):
+            expected = self.logprobs(module, collate(samples, pad_token_id=0, device=device)).logprobs
             try:
                 with packed_attention(self.base):
-                    found = self.score(module, packed).logprobs
-            # What a model's own code does with a keyword and positions that it does not know.
+                    found = self.logprobs(module, packed).logprobs
+            # A model's own code may raise any of these for an unknown keyword or unusual positions.
             except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-                return f"this model does not take packed rows ({type(error).__name__}: {str(error).splitlines()[0]})"
+                cause = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                return f"this model does not accept packed sequences ({cause})"
         difference = float((found - expected).abs().max())
         tolerance = SHARING_TOLERANCE.get(arithmetic_dtype(self.base, device), 5e-2)
         if not difference <= tolerance:
-            return f"with packed rows log-probs of this model are off by {difference:.1e} nats"
+            return f"with packed sequences its log-probs differ by {difference:.1e} nats"
         assert packed.layout is not None
-        return hidden_windows(self.base, packed.layout)
+        return missing_window_reason(self.base, packed.layout)
 
     def _check_head(self, module: nn.Module, device: torch.device) -> bool:
-        """Whether hidden states times the head's weight are the model's logits; told once where they are not."""
+        """Whether hidden states times the head's weight are the model's logits; logs the reason if they are not."""
         if self.decoder is None or type(self.head) is not nn.Linear:
             reason = f"its output head is a {type(self.head).__name__}, not a plain linear layer"
         elif not self._head_matches(module, device):
@@ -182,15 +191,15 @@ class Scorer:
             )
         else:
             return True
-        logger.info("Scoring with full logits, which needs more memory: of this model, %s.", reason)
+        logger.info("Log-probs are computed from full logits, which needs more memory: %s.", reason)
         return False
 
     @torch.no_grad()
     def _head_matches(self, module: nn.Module, device: torch.device) -> bool:
         head = self._linear_head()
         ids = torch.arange(1, 9, device=device).remainder(head.weight.shape[0]).unsqueeze(0)
-        # With dropout the check would take random numbers, and a resumed run makes it later than the first one did.
-        with dropout_off(self.base):
+        # With dropout the check would consume random numbers, and a resumed run makes the check at a later step.
+        with disable_dropout(self.base):
             hidden, output = self._hidden_states(module, {"input_ids": ids})
         expected = output.logits[:, -1].float()
         projected = nn.functional.linear(hidden[:, -1], head.weight.to(hidden.dtype), head.bias).float()
@@ -199,12 +208,12 @@ class Scorer:
 
 
 @contextlib.contextmanager
-def dropout_off(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """No dropout, while `model.training` stays True: `eval()` would switch gradient checkpointing off as well.
+def disable_dropout(model: nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Turns dropout off while `model.training` stays True, because `eval()` would also disable gradient checkpointing.
 
-    All three kinds are covered: `nn.Dropout` modules, rates kept as numbers in modules, such as Llama's
-    `attention_dropout`, and rates read from the config in every forward, such as Persimmon's. Keep the context open
-    until after the backward pass, as checkpointing runs the forward again in there.
+    Covers `nn.Dropout` modules, rates stored as numbers in modules (Llama's `attention_dropout`) and rates that every
+    forward pass reads from the config (Persimmon). Keep the context open until after the backward pass, in which
+    checkpointing repeats the forward pass.
     """
     changed: list[tuple[Any, str, float]] = []
     if enabled:
@@ -230,8 +239,8 @@ def _names_dropout(name: str) -> bool:
     return "dropout" in name or name.endswith(("layerdrop", "pdrop", "_drop"))
 
 
-def _check_sample(prompt_ids: list[int], completion_ids: list[int]) -> Sample:
-    return Sample(tuple(prompt_ids), tuple(completion_ids), 0.0, True, True, None)
+def _check_sample(prompt_ids: list[int], completion_ids: list[int]) -> TrainingSample:
+    return TrainingSample(tuple(prompt_ids), tuple(completion_ids), 0.0, True, True, None)
 
 
 def _decoder(base: Any) -> nn.Module | None:

@@ -11,33 +11,37 @@ import torch
 from torch import nn
 
 from grupo.errors import ConfigError
-from grupo.models.peft_io import why_base_is_lost
+from grupo.models.peft_io import base_unavailable_reason
 
 
 class Reference(Protocol):
-    """What scores as the reference."""
+    """A reference policy that shares the weights of the trained model."""
 
-    says: str
-    """What it is, for people."""
+    description: str
+    """Plain description for logs and the manifest."""
 
     def active(self) -> AbstractContextManager[None]:
-        """The model computes as the reference. Never open it between a forward and its backward."""
+        """Context in which the model computes as the reference. Must not be open between a forward and its backward."""
         ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class ReferencePolicy:
-    """The policy as it was when training began, kept as a copy of the trainable parameters alone.
+    """The policy at the start of training, kept as a copy of the trainable parameters only.
 
-    With a fresh LoRA adapter this is the base model, with a trained one the adapter that was passed in (TRL issue
-    #3194), and with full fine-tuning the whole start model; frozen weights are shared in every case.
+    With a new LoRA adapter this is the base model, with a trained adapter the model with that adapter (huggingface/trl
+    #3194), and with full fine-tuning the start model. Frozen weights are always shared.
 
     Args:
-        model: unwrapped; its trainable parameters are copied, which costs their size in memory.
+        model: unwrapped; the copy takes as much memory as its trainable parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
         has_adapter = bool(getattr(model, "peft_config", None))
-        self.says = "the model with its adapter as it is at the start" if has_adapter else "the model at the start"
+        self.description = "the start model with its adapter" if has_adapter else "the start model"
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._snapshot = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
@@ -50,7 +54,7 @@ class ReferencePolicy:
             self._swap()
 
     @torch.no_grad()
-    def mix_in_policy(self, alpha: float) -> None:
+    def soft_update(self, alpha: float) -> None:
         """reference <- alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv:2404.09656)."""
         for name, parameter in self._parameters.items():
             self._snapshot[name].lerp_(parameter.detach(), alpha)
@@ -67,23 +71,23 @@ class ReferencePolicy:
             self._snapshot[name], parameter.data = parameter.data, self._snapshot[name]
 
 
-class BaseModel:
-    """The base model below the adapter, which is switched off for as long: no copy of anything.
+class AdapterDisabledReference:
+    """The base model, computed by disabling the adapter; nothing is copied.
 
     Args:
         model: unwrapped, with an adapter.
 
     Raises:
-        ConfigError: without its adapter the model is not the base model.
+        ConfigError: with its adapter disabled the model is not the base model.
     """
 
-    says = "the base model, without the adapter"
+    description = "the base model, without the adapter"
 
     def __init__(self, model: Any) -> None:
-        problem = why_base_is_lost(model)
+        problem = base_unavailable_reason(model)
         if problem:
             raise ConfigError(
-                f"reference_policy='base' is the model with its adapter switched off, but {problem}. Set it to 'start'."
+                f"reference_policy='base' disables the adapter to get the base model, but {problem}. Set it to 'start'."
             )
         self._model = model
 
@@ -95,16 +99,16 @@ class BaseModel:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        # peft makes every weight of the adapter trainable when it is switched on again.
+        # peft makes every weight of the adapter trainable when it is enabled again.
         trainable = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
         try:
             with self._model.disable_adapter():
                 yield
         finally:
-            for parameter, wanted in trainable:
-                parameter.requires_grad_(wanted)
+            for parameter, requires_grad in trainable:
+                parameter.requires_grad_(requires_grad)
 
 
-def reference_policy(model: Any, which: str) -> ReferencePolicy | BaseModel:
-    """The reference by its name: "start" or "base"."""
-    return BaseModel(model) if which == "base" else ReferencePolicy(model)
+def reference_policy(model: Any, which: str) -> ReferencePolicy | AdapterDisabledReference:
+    """Creates the reference that `which` selects: "start" or "base"."""
+    return AdapterDisabledReference(model) if which == "base" else ReferencePolicy(model)

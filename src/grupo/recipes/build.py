@@ -1,4 +1,4 @@
-"""What a recipe starts from: a model, with a fresh adapter or without, or a saved adapter to go on with."""
+"""Arguments for the trainer from a recipe: model, adapter, quantization, run folder and fields of GRPOConfig."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from transformers.utils.logging import set_verbosity_error
 from grupo.config import GRPOConfig
 from grupo.errors import ConfigError
 from grupo.models.default_model import default_model_path
-from grupo.models.load import device_dtype, dtype_named
+from grupo.models.load import device_dtype, parse_dtype
 from grupo.models.peft_io import find_adapter
 from grupo.models.peft_setup import lora_config
 from grupo.models.quantization import quantization_config
 from grupo.recipes.schema import Recipe
-from grupo.runs.folder import fresh_folder
-from grupo.runs.latest import newest_model
+from grupo.runs.latest import resolve_latest
+from grupo.utils.files import unused_folder
 
 
-def start_model(recipe: Recipe) -> str:
+def model_path(recipe: Recipe) -> str:
     """Path or name of the model or adapter."""
     return default_model_path() if recipe.model == "default" else recipe.model
 
 
-def with_start(recipe: Recipe) -> Recipe:
-    """The recipe with the newest model of a run where that is what it names, and with `lora: null` where its model is a
-    saved adapter and it asks for no fresh one."""
-    recipe = recipe.model_copy(update={"model": newest_model(recipe.model)})
+def resolve_model(recipe: Recipe) -> Recipe:
+    """The recipe with the newest model if it names a run folder, and with `lora: null` if its model is a saved adapter
+    and it does not ask for a new one."""
+    recipe = recipe.model_copy(update={"model": resolve_latest(recipe.model)})
     if "lora" in recipe.model_fields_set or not _names_adapter(recipe):
         return recipe
     return recipe.model_copy(update={"lora": None})
 
 
-def default_folder(recipe: Recipe, ending: str = "") -> str:
-    """Of a run that names none: after its data, with the next free number."""
-    name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
-    return str(fresh_folder(Path("runs"), name + ending))
+def with_run_folder(recipe: Recipe, ending: str = "") -> Recipe:
+    """The recipe with a new run folder named after its data, unless it names one; it logs every step by default."""
+    folder = recipe.training.get("output_dir")
+    if folder is None:
+        name = recipe.task or Path(recipe.dataset.path).stem  # type: ignore[union-attr]
+        folder = str(unused_folder(Path("runs"), name + ending))
+    return recipe.model_copy(update={"training": {"logging_steps": 1, **recipe.training, "output_dir": folder}})
 
 
-def as_one_run(recipe: Recipe, config: GRPOConfig, console: Console) -> tuple[Recipe, Console]:
-    """Of several processes the first one talks, and its run folder is that of all: each of them has looked for a fresh
-    name at its own time. The folder is set in `config`, too."""
+def silence_other_ranks(recipe: Recipe, config: GRPOConfig, console: Console) -> tuple[Recipe, Console]:
+    """Of several processes only rank 0 prints, and all use its run folder, because each looked for an unused name at a
+    different time. The folder is set in `config` as well."""
     if config.world_size == 1:
         return recipe, console
     if config.process_index != 0:
@@ -56,7 +59,7 @@ def as_one_run(recipe: Recipe, config: GRPOConfig, console: Console) -> tuple[Re
 
 
 def has_adapter(recipe: Recipe) -> bool:
-    """Whether an adapter is trained, a fresh or a saved one, and not the whole model."""
+    """Whether an adapter is trained, new or saved, instead of the whole model."""
     return recipe.lora is not None or _names_adapter(recipe)
 
 
@@ -68,22 +71,22 @@ def _names_adapter(recipe: Recipe) -> bool:
 
 
 def quantization(recipe: Recipe) -> Any:
-    """What `from_pretrained` needs to quantise the model; None for nothing.
+    """The quantization configuration for `from_pretrained`; None for a model without quantization.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
     """
     if recipe.quantization is None:
         return None
-    dtype = device_dtype() if recipe.dtype is None else dtype_named(recipe.dtype)
+    dtype = device_dtype() if recipe.dtype is None else parse_dtype(recipe.dtype)
     return quantization_config(recipe.quantization, dtype, asked=f"quantization: {recipe.quantization}")
 
 
 def training_fields(recipe: Recipe) -> dict[str, Any]:
-    """The fields of GRPOConfig, with the dtype that the model is loaded in.
+    """The fields of GRPOConfig, with the dtype of the loaded weights.
 
     Raises:
-        ConfigError: the dtype is given twice.
+        ConfigError: the dtype is set twice.
     """
     training = dict(recipe.training)
     dtype: str | None = recipe.dtype
@@ -96,14 +99,14 @@ def training_fields(recipe: Recipe) -> dict[str, Any]:
         if recipe.dtype is None:
             return training
         raise ConfigError(
-            f"The recipe gives a dtype twice: dtype={recipe.dtype}, and training.model_init_kwargs={given!r}. Take one "
-            "out; model_init_kwargs must be a mapping beside dtype."
+            f"The recipe sets the dtype twice: dtype={recipe.dtype}, and training.model_init_kwargs={given!r}. Remove "
+            "one; together with dtype, model_init_kwargs must be a mapping without it."
         )
     return {**training, "model_init_kwargs": {**given, "dtype": dtype}}
 
 
-def fresh_adapter(recipe: Recipe) -> Any:
-    """The configuration of the adapter that the recipe asks for; None for none."""
+def lora_config_of(recipe: Recipe) -> Any:
+    """PEFT's configuration of the new adapter; None for a recipe without one."""
     spec = recipe.lora
     if spec is None:
         return None

@@ -1,4 +1,4 @@
-"""The rows that a recipe names: a built-in task, a local file, or a dataset on the Hub."""
+"""Rows and rewards of a recipe: from a built-in task, a local file, or a dataset on the Hub."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grupo.data.decontamination import without_shared
-from grupo.data.prompts import NumberedRows
+from grupo.data.decontamination import decontaminate
+from grupo.data.prompts import select_rows
 from grupo.errors import DataError
 from grupo.rewards.answers.ground_truth import final_answer
 from grupo.rewards.registry import make_reward
 from grupo.tasks.registry import make_task, task_rewards
-from grupo.utils.hub import is_out_of_reach
-from grupo.utils.messages import counted
+from grupo.utils.hub import is_unreachable
+from grupo.utils.messages import pluralize
 
 if TYPE_CHECKING:
     from grupo.recipes.schema import DatasetSpec, Recipe
@@ -35,12 +35,13 @@ def recipe_rows(recipe: Recipe, seed: int) -> tuple[list[dict[str, Any]], list[d
     rows = dataset_rows(spec)
     if spec.held_out >= len(rows):
         raise DataError(
-            f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has {counted(len(rows), 'row')}."
+            f"dataset.held_out={spec.held_out} leaves nothing to train on: {spec.path} has "
+            f"{pluralize(len(rows), 'row')}."
         )
     held_out = sorted(random.Random(f"held out, seed {seed}").sample(range(len(rows)), spec.held_out))
     kept = sorted(set(range(len(rows))).difference(held_out))
-    train = NumberedRows([rows[i] for i in kept], kept)
-    return train, without_shared(train, NumberedRows([rows[i] for i in held_out], held_out))
+    train = select_rows(rows, kept)
+    return train, decontaminate(train, select_rows(rows, held_out))
 
 
 def dataset_rows(spec: DatasetSpec) -> list[dict[str, Any]]:
@@ -57,7 +58,7 @@ def dataset_rows(spec: DatasetSpec) -> list[dict[str, Any]]:
 
 
 def recipe_rewards(recipe: Recipe) -> tuple[list[Any], list[float]]:
-    """Reward functions and weights; a task brings its own where the recipe names none."""
+    """Reward functions and weights; those of the task if the recipe names none."""
     specs = [(spec.name, spec.arguments, spec.weight) for spec in recipe.rewards]
     if not specs:
         rewards = task_rewards(recipe.task or "", **recipe.task_arguments)
@@ -71,7 +72,7 @@ def _load(spec: DatasetSpec) -> Any:
 
     path = Path(spec.path)
     if path.suffix in LOADERS and not path.is_file():
-        raise DataError(f"dataset.path={spec.path!r} is no file.")
+        raise DataError(f"dataset.path={spec.path!r} is not a file.")
     if path.suffix in TEXT_SUFFIXES:
         _check_utf8(path)
     is_split_less = (path / "state.json").exists()
@@ -84,9 +85,9 @@ def _load(spec: DatasetSpec) -> Any:
             f"dataset.name={spec.name!r} has no effect: {spec.path} is local, and only datasets on the Hub have "
             "configurations. Leave dataset.name out."
         )
-    if is_out_of_reach(spec.path) and not _is_cached(spec.path):
+    if is_unreachable(spec.path) and not _is_cached(spec.path):
         raise DataError(
-            f"dataset.path={spec.path!r} is no file or folder here, and the Hub cannot be reached. Connect to the "
+            f"dataset.path={spec.path!r} is not a local file or folder, and the Hub cannot be reached. Connect to the "
             "network, or give the path of a local file."
         )
     try:
@@ -103,14 +104,17 @@ def _load(spec: DatasetSpec) -> Any:
 
 
 def _is_cached(name: str) -> bool:
-    """Whether an earlier run has prepared the dataset, which can then be used without the Hub."""
+    """Whether an earlier run has cached the dataset, which can then be used without the Hub."""
     from datasets import config
 
     return (Path(config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()
 
 
 def _check_utf8(path: Path) -> None:
-    """The reader of JSON would notice only when rows are used, without a word about where."""
+    """
+    Raises:
+        DataError: the file is not in UTF-8. The JSON reader would fail only when rows are used, without the line.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -126,18 +130,18 @@ def _check_utf8(path: Path) -> None:
 def _check_columns(names: list[str], spec: DatasetSpec) -> None:
     if spec.prompt not in names:
         raise DataError(
-            f"dataset.prompt={spec.prompt!r} is no column of {spec.path}; its columns are {', '.join(names)}. Set "
+            f"dataset.prompt={spec.prompt!r} is not a column of {spec.path}; its columns are {', '.join(names)}. Set "
             "dataset.prompt to the column with the question."
         )
     for name in spec.rename:
         if name not in names or name == spec.prompt:
             raise DataError(
-                f"dataset.rename names {name!r}, which is no column beside the question; those are "
+                f"dataset.rename names {name!r}, which is not a column besides the question; those are "
                 f"{', '.join(other for other in names if other != spec.prompt) or 'none'}."
             )
     if spec.gold is not None and (spec.gold not in names or spec.gold == spec.prompt):
         raise DataError(
-            f"dataset.gold={spec.gold!r} is no column of {spec.path} beside the question; its columns are "
+            f"dataset.gold={spec.gold!r} is not a column of {spec.path} besides the question; its columns are "
             f"{', '.join(names)}. Set dataset.gold to the column with the answers."
         )
     renamed = ["prompt", *(spec.rename.get(name, name) for name in names if name != spec.prompt)]
@@ -146,8 +150,8 @@ def _check_columns(names: list[str], spec: DatasetSpec) -> None:
     for name in renamed:
         if renamed.count(name) > 1:
             raise DataError(
-                f"Two columns of {spec.path} would be called {name!r}, the question being 'prompt'. Give one of them "
-                f"another name, for example dataset.rename={{{name}: other_{name}}}."
+                f"Two columns of {spec.path} would be called {name!r}; the question becomes 'prompt'. Rename one of "
+                f"them, for example dataset.rename={{{name}: other_{name}}}."
             )
 
 

@@ -6,52 +6,55 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grupo.data.prompts import NumberedRows, row_numbers
+from grupo.data.prompts import original_indices, select_rows
 from grupo.errors import DataError
 from grupo.rewards.answers.ground_truth import shown_gold
 from grupo.rewards.verifiers.base import JudgedByGold
 
 logger = logging.getLogger("grupo")
 
-SHOWN = 5
-"""So many rows are named."""
+MAX_NAMED = 5
+"""Rows that a message names."""
 
 
-def usable_rows(
+def drop_unreadable_answers(
     rows: list[dict[str, Any]], held_out: list[dict[str, Any]], rewards: Sequence[Callable[..., Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training rows, and those held-out rows whose gold answers all rewards can read.
+    """Training rows, and the held-out rows whose gold answers all rewards can read.
 
-    In training a reward abstains where it cannot read the gold answer, and the other rewards go on. An evaluation would
-    compare totals of different rewards, or have none.
+    In training a reward abstains if it cannot read the gold answer, and the other rewards still count. An
+    evaluation would compare totals of different rewards, or have none.
 
     Raises:
-        DataError: a reward can read no gold answer at all, or none of those that are held out.
+        DataError: a reward can read no gold answer at all, or none of the held-out ones.
     """
     for reward in rewards:
         verifier = getattr(reward, "verifier", reward)
         if isinstance(verifier, JudgedByGold):
-            _unread("training", rows, verifier, "It abstains on their completions.")
-            unread = set(_unread("held-out", held_out, verifier, "They are left out of the evaluation."))
-            kept = [place for place in range(len(held_out)) if place not in unread]
-            numbers = row_numbers(held_out)
-            held_out = NumberedRows([held_out[place] for place in kept], [numbers[place] for place in kept])
+            _unreadable("training", rows, verifier, "It abstains on their completions.")
+            dropped = _unreadable("held-out", held_out, verifier, "They are left out of the evaluation.")
+            held_out = select_rows(held_out, sorted({*range(len(held_out))}.difference(dropped)))
     return rows, held_out
 
 
-def _unread(what: str, rows: list[dict[str, Any]], verifier: JudgedByGold, consequence: str) -> list[int]:
-    """Places of the rows whose gold answer cannot be read; says which they are. A missing column is said elsewhere."""
+def _unreadable(what: str, rows: list[dict[str, Any]], verifier: JudgedByGold, consequence: str) -> list[int]:
+    """Positions of the rows whose gold answer cannot be read, with a warning; a missing column is reported later.
+
+    Raises:
+        DataError: no gold answer can be read.
+    """
     column = verifier.gold_column
-    places = [place for place, row in enumerate(rows) if column in row and not verifier.can_read(row[column])]
-    if not places:
+    found = [position for position, row in enumerate(rows) if column in row and not verifier.can_read(row[column])]
+    if not found:
         return []
-    numbers = row_numbers(rows)
-    named = ", ".join(str(numbers[place]) for place in places[:SHOWN]) + (", ..." if len(places) > SHOWN else "")
-    found = (
-        f"{verifier.__name__} cannot read the gold answers ('{column}') of {len(places)} of {len(rows)} {what} rows, "
-        f"counted from 0: {named}; the first is {shown_gold(rows[places[0]][column])}."
+    indices = original_indices(rows)
+    named = ", ".join(str(indices[position]) for position in found[:MAX_NAMED])
+    summary = (
+        f"{verifier.__name__} cannot read the gold answers ('{column}') of {len(found)} of {len(rows)} {what} "
+        f"rows, counted from 0: {named}{', ...' if len(found) > MAX_NAMED else ''}; the first is "
+        f"{shown_gold(rows[found[0]][column])}."
     )
-    if len(places) == len(rows):
-        raise DataError(f"{found} {verifier.needs}")
-    logger.warning("%s %s %s", found, consequence, verifier.needs)
-    return places
+    if len(found) == len(rows):
+        raise DataError(f"{summary} {verifier.needs}")
+    logger.warning("%s %s %s", summary, consequence, verifier.needs)
+    return found

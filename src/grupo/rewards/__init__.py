@@ -1,6 +1,6 @@
-"""Rewards and verifiers, the runner that calls them, and the check that finds faults in them.
+"""Rewards and verifiers, the runner that calls them, and the checker that finds their faults.
 
-Importing this does not import torch.
+Importing this package does not import torch.
 """
 
 from grupo.rewards.answers.extraction import (
@@ -16,7 +16,15 @@ from grupo.rewards.checker.report import FAULTS, Fault, RewardReport
 from grupo.rewards.code.reward import code_reward, extract_code
 from grupo.rewards.code.static_checks import no_cheating
 from grupo.rewards.execution.results import RewardFailure, RewardTable
-from grupo.rewards.execution.runner import RewardRunner, check_column_names, reward_name, run_alone, run_beside_scoring
+from grupo.rewards.execution.runner import (
+    RewardRunner,
+    check_column_names,
+    exclusive,
+    overlap_with_logprobs,
+    reward_name,
+    run_alone,
+    run_beside_scoring,
+)
 from grupo.rewards.judge.reward import llm_judge
 from grupo.rewards.library.format import tag_count, tag_format, think_format_reward
 from grupo.rewards.library.gsm8k import (
@@ -26,7 +34,6 @@ from grupo.rewards.library.gsm8k import (
     gsm8k_strict_format,
     gsm8k_tag_count,
 )
-from grupo.rewards.library.language import language_consistency, readability
 from grupo.rewards.library.length import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
@@ -35,7 +42,7 @@ from grupo.rewards.library.length import (
 )
 from grupo.rewards.library.numeric import banded_answer, number_present, number_score, proximity
 from grupo.rewards.library.reward_model import reward_model
-from grupo.rewards.library.rubric import Check, email_rubric, rubric
+from grupo.rewards.library.rubric import Check, rubric
 from grupo.rewards.registry import REWARDS, make_reward
 from grupo.rewards.verifiers.agreement import Disagreement, disagreement
 from grupo.rewards.verifiers.base import Verdict, Verifier, reward_from
@@ -77,7 +84,7 @@ __all__ = [
     "completion_text",
     "countdown",
     "disagreement",
-    "email_rubric",
+    "exclusive",
     "extract_answer",
     "extract_boxed",
     "extract_code",
@@ -90,7 +97,6 @@ __all__ = [
     "gsm8k_soft_format",
     "gsm8k_strict_format",
     "gsm8k_tag_count",
-    "language_consistency",
     "last_number",
     "llm_judge",
     "make_reward",
@@ -100,8 +106,8 @@ __all__ = [
     "number_match",
     "number_present",
     "number_score",
+    "overlap_with_logprobs",
     "proximity",
-    "readability",
     "reasoning_accuracy_reward",
     "reasoning_gym",
     "reward_from",

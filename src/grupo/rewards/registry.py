@@ -1,4 +1,4 @@
-"""Reward functions by name, as recipes give them."""
+"""Reward functions by their names in recipes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from grupo.rewards.library.gsm8k import (
     gsm8k_strict_format,
     gsm8k_tag_count,
 )
-from grupo.rewards.library.language import language_consistency, readability
 from grupo.rewards.library.length import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
@@ -35,10 +34,10 @@ from grupo.rewards.library.length import (
 )
 from grupo.rewards.library.numeric import banded_answer, number_present, number_score, proximity
 from grupo.rewards.library.reward_model import reward_model
-from grupo.rewards.library.rubric import email_rubric, rubric
+from grupo.rewards.library.rubric import rubric
 from grupo.rewards.verifiers.math import boxed_accuracy, math_accuracy, number_match
 from grupo.rewards.verifiers.puzzles import countdown, number_list, reasoning_gym
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
     {
@@ -67,56 +66,63 @@ REWARDS: Mapping[str, Callable[..., Callable[..., Any]]] = MappingProxyType(
         "countdown": countdown,
         "number_list": number_list,
         "reasoning_gym": reasoning_gym,
-        "language_consistency": language_consistency,
-        "readability": readability,
         "rubric": rubric,
-        "email_rubric": email_rubric,
     }
 )
-"""name -> factory."""
+"""Name -> factory."""
+
+_EXAMPLES = {
+    "language_consistency": "examples/rewards/prose.py:language_consistency",
+    "readability": "examples/rewards/prose.py:readability",
+    "email_rubric": "examples/rewards/email_reply.py:email_reply",
+}
+"""Earlier name of a reward -> the example file that it has become."""
 
 
 def make_reward(name: str, /, **arguments: Any) -> Callable[..., Any]:
     """The reward function of this name, made with `arguments`.
 
     Args:
-        name: of a built-in reward, or `file.py:function` or `package.module:function` for one's own. An own function
-            gets its `arguments` with every call.
+        name: a built-in reward, or `file.py:function` or `package.module:function` for your own. Your own function
+            gets the `arguments` with every call.
 
     Raises:
         ConfigError: an unknown name or argument, a missing argument, or a value that the factory refuses.
     """
     if ":" in name:
-        function = _own_function(name)
-        _check_arguments(name, function, arguments, all_of_them=False)
+        function = _load_function(name)
+        _check_arguments(name, function, arguments, check_missing=False)
         return functools.partial(function, **arguments) if arguments else function
+    if name in _EXAMPLES:
+        raise ConfigError(f"Reward '{name}' is an example file now: copy it and name `{_EXAMPLES[name]}`.")
     if name not in REWARDS:
         raise ConfigError(
-            f"There is no reward named '{name}'.{nearest(name, REWARDS)} Known rewards: {', '.join(REWARDS)}. "
-            "An own function is named `file.py:function`."
+            f"There is no reward named '{name}'.{did_you_mean(name, REWARDS)} Known rewards: {', '.join(REWARDS)}. "
+            "Name your own function as `file.py:function`."
         )
     factory = REWARDS[name]
-    _check_arguments(name, factory, arguments, all_of_them=True)
+    _check_arguments(name, factory, arguments, check_missing=True)
     _check_types(name, factory, arguments)
     try:
         return factory(**arguments)
     except GrupoError:
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-        # A value that no check has thought of. Not shown: it may be a key in the wrong place.
+        # A value that no check covers. It is not printed: it may be an API key in the wrong place.
         raise ConfigError(
             f"Reward '{name}' cannot be made with these values of {', '.join(arguments)}: {error}."
         ) from error
 
 
-def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any], all_of_them: bool) -> None:
-    """`all_of_them`: required ones as well."""
+def _check_arguments(
+    name: str, function: Callable[..., Any], arguments: Mapping[str, Any], check_missing: bool
+) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without one
         return
     try:
-        (signature.bind if all_of_them else signature.bind_partial)(**arguments)
+        (signature.bind if check_missing else signature.bind_partial)(**arguments)
     except TypeError as error:
         raise ConfigError(
             f"Reward '{name}' cannot be made with ({', '.join(arguments) or 'no arguments'}): {error}. "
@@ -124,66 +130,68 @@ def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping
         ) from None
 
 
-_PLAIN: Mapping[Any, tuple[type, str]] = MappingProxyType(
+_PLAIN_TYPES: Mapping[Any, tuple[type, str]] = MappingProxyType(
     {
         bool: (bool, "True or False"),
         int: (Integral, "a whole number"),
         float: (Real, "a number"),
-        str: (str, "a text"),
+        str: (str, "a string"),
         type(None): (type(None), "null"),
     }
 )
-"""Type in a signature -> what is taken for it, and how messages call that."""
+"""Type in a signature -> accepted type, and its name in messages."""
 
 
 def _check_types(name: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Arguments that the signature says to be plain values are: without this, a 'no' in quotes would be true."""
+    """Check arguments that the signature annotates as plain values; without this, a quoted 'no' would be true."""
     hints = get_type_hints(factory)
     for argument, value in arguments.items():
         hint = hints.get(argument, Any)
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if not all(kind in _PLAIN for kind in kinds):
+        if not all(kind in _PLAIN_TYPES for kind in kinds):
             continue
-        taken = tuple(_PLAIN[kind][0] for kind in kinds)
-        if not isinstance(value, taken) or (isinstance(value, bool) and bool not in kinds):
+        accepted = tuple(_PLAIN_TYPES[kind][0] for kind in kinds)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
             raise ConfigError(
                 f"Reward '{name}' cannot be made with {argument}={value!r:.80}: it takes "
-                f"{' or '.join(_PLAIN[kind][1] for kind in kinds)}."
+                f"{' or '.join(_PLAIN_TYPES[kind][1] for kind in kinds)}."
             )
 
 
 def value_range(factory: Callable[..., Any]) -> str:
-    """The values that a factory's rewards return, as they say in `value_range`."""
+    """The declared range of a factory's rewards, as text."""
     declared = getattr(factory, "value_range", None)
     if declared is None and all(p.default is not p.empty for p in inspect.signature(factory).parameters.values()):
         declared = getattr(factory(), "value_range", None)
     return "not declared" if declared is None else f"{declared[0]:g} to {declared[1]:g}"
 
 
-def _own_function(name: str) -> Callable[..., Any]:
-    """The function of a file, relative to the working directory, or of an importable module."""
+def _load_function(name: str) -> Callable[..., Any]:
+    """The function in a file, relative to the working directory, or in an importable module."""
     source, _, attribute = name.rpartition(":")
     if source.endswith(".py"):
         path = Path(source)
         if not path.is_file():
             raise ConfigError(f"Reward '{name}': there is no file {path.resolve()}.")
-        module = _loaded(name, path)
+        module = _load_file(name, path)
     else:
         try:
             module = importlib.import_module(source)
         except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(f"Reward '{name}': the module '{source}' cannot be imported ({_said(error)}).") from error
+            raise ConfigError(
+                f"Reward '{name}': the module '{source}' cannot be imported ({_describe(error)})."
+            ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(
-            f"Reward '{name}': '{source}' has no function '{attribute}'.{nearest(attribute, public)} Its functions are "
-            f"{', '.join(public) or 'none'}."
+            f"Reward '{name}': '{source}' has no function '{attribute}'.{did_you_mean(attribute, public)} Its "
+            f"functions are {', '.join(public) or 'none'}."
         )
     return cast("Callable[..., Any]", function)
 
 
-def _loaded(name: str, path: Path) -> ModuleType:
+def _load_file(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -191,9 +199,9 @@ def _loaded(name: str, path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # user code
-        raise ConfigError(f"Reward '{name}': {path} cannot be loaded ({_said(error)}).") from error
+        raise ConfigError(f"Reward '{name}': {path} cannot be loaded ({_describe(error)}).") from error
     return module
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return "; ".join(line.strip() for line in traceback.format_exception_only(error))

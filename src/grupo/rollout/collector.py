@@ -1,7 +1,7 @@
-"""One rollout: prompts -> completions -> rewards -> advantages -> samples, over all ranks.
+"""One rollout: prompts -> completions -> scores -> advantages -> training samples, over all ranks.
 
-Each rank samples and scores the completions that it will train on; only numbers (scores, lengths) travel between ranks,
-and `Slots` computes advantages from all of them on every rank.
+Each rank samples and scores the completions that it will train on. Only numbers (scores, lengths) travel between ranks;
+`RolloutGroups` computes the advantages from all of them on every rank.
 """
 
 from __future__ import annotations
@@ -9,23 +9,29 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
-from grupo.data.prompts import Outcome, reward_columns
+from grupo.algo.advantages import AdvantageSettings
+from grupo.data.prompts import PromptOutcome, reward_columns
 from grupo.errors import RewardError, TrainingError
-from grupo.metrics import STEP_METRICS, AllGather, MetricSums, merged
+from grupo.metrics import AllGather, MetricAccumulator, merge_metrics
 from grupo.rewards.execution.results import RewardFailure, RewardTable
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rollout.engine import Engine, GenerationRequest, completion_seed
-from grupo.rollout.groups import AdvantageSettings, Earnings, Refill, Round, Row, Slots
+from grupo.rollout.groups import (
+    CompletionStats,
+    DynamicSampling,
+    RolloutGroups,
+    SamplingRound,
+    group_advantages,
+    known_rewards,
+)
+from grupo.rollout.metrics import add_dynamic_sampling_metrics, add_logged_metrics, rollout_metrics
 from grupo.sampling import SamplingSpec
-from grupo.types import Completion, Group, Prompt, RewardStatus, Rollout, Sample
+from grupo.types import Completion, Group, Prompt, RewardStatus, Rollout, TrainingSample
 
 logger = logging.getLogger("grupo")
 
@@ -34,73 +40,37 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """What one rank keeps of a rollout."""
+    """One rank's result of a rollout."""
 
-    samples: dict[int, Sample]
-    """This rank's samples by completion number."""
+    samples: dict[int, TrainingSample]
+    """Completion index -> training sample, of this rank."""
     groups: tuple[Group, ...]
-    """This rank's completions by prompt, for people to read."""
-    dropped: tuple[Group, ...]
-    """The same of groups that had no signal and were replaced."""
+    """This rank's completions by prompt, for logs and files."""
+    replaced: tuple[Group, ...]
+    """This rank's completions of groups that dynamic sampling replaced."""
     extras: dict[str, list[Any]]
-    """Columns that reward functions logged with `log_extra`, one value per completion of `groups`."""
-    outcomes: list[Outcome]
-    """Of every prompt that was sampled, replaced ones included; of all ranks, the same on each."""
-    metrics: MetricSums
-    """Of all ranks, the same on each. Rewards and completions are those of everything that was sampled."""
+    """Columns from the reward functions' `log_extra`, one value per completion of `groups`."""
+    outcomes: list[PromptOutcome]
+    """Every sampled prompt of all ranks, replaced ones included, with its rewards; the same on each rank."""
+    metrics: MetricAccumulator
+    """Metrics of all ranks, the same on each; they cover all sampled completions, replaced ones included."""
     tokens: int
-    """Sampled by all ranks, and those of the prompts, which count once per completion."""
+    """Tokens of the completions of all ranks and of their prompts, which count once per completion."""
     seconds_generating: float
     seconds_rewarding: float
-    """In which nothing else was done."""
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """What one rank sampled."""
-
-    numbers: tuple[int, ...]
-    prompts: list[Prompt]
-    """One for each of `completions`."""
-    completions: list[Completion]
-    seconds: float
-
-
-@dataclass
-class _Aside:
-    """What is done while rewards are awaited: its time is not theirs, and neither is what it raises."""
-
-    work: Callable[[], None]
-    seconds: float = 0.0
-    error: Exception | None = None
-
-    def __call__(self) -> None:
-        started = time.perf_counter()
-        _, self.error = _attempt(self.work)
-        self.seconds = time.perf_counter() - started
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What one rank sampled, and what was said about it."""
-
-    rollouts: dict[int, Rollout]
-    """By completion number."""
-    table: RewardTable
-    seconds_generating: float
-    seconds_rewarding: float
+    """Seconds spent on rewards alone, without overlapped work."""
 
 
 class RolloutCollector:
-    """Samples completions, has them scored, and turns scores into advantages.
+    """Samples completions, scores them, and turns the scores into advantages.
 
     Args:
-        engine: what continues prompts.
-        rewards: what scores completions.
-        prompt_text: the rendered prompt, handed to reward functions that ask for `prompt_texts`.
-        all_gather: one object from each rank, in rank order; called the same number of times on every rank.
-        run_seed: together with the prompt's draw it decides what is sampled.
-        tells: says what failed, on all ranks; one of them should.
+        engine: samples completions.
+        rewards: scores completions.
+        prompt_text: returns the rendered prompt, for reward functions with a parameter `prompt_texts`.
+        all_gather: returns one object from each rank, in rank order; called equally often on every rank.
+        run_seed: seed of the run, from which the seed of each completion is derived.
+        is_main_rank: whether this rank logs the failures of all ranks.
     """
 
     def __init__(
@@ -111,157 +81,159 @@ class RolloutCollector:
         prompt_text: Callable[[Prompt], str],
         all_gather: AllGather,
         run_seed: int,
-        tells: bool = True,
+        is_main_rank: bool = True,
     ) -> None:
         self.engine = engine
         self.rewards = rewards
         self.prompt_text = prompt_text
         self.all_gather = all_gather
         self.run_seed = run_seed
-        self.tells = tells
-        self._told_about_abstentions = False
+        self.is_main_rank = is_main_rank
+        self._logged_abstentions = False
 
     def collect(
         self,
         prompts: Sequence[Prompt],
-        numbers: Sequence[int],
+        completion_indices: Sequence[int],
         *,
         group_size: int,
         sampling: SamplingSpec,
         settings: AdvantageSettings,
         trainer_state: Any = None,
-        purpose: str = "train",
-        rows_at_once: int | None = None,
-        refill: Refill | None = None,
-        meanwhile: Callable[[dict[int, Sample]], None] | None = None,
+        seed_scope: str = "train",
+        completions_at_once: int | None = None,
+        dynamic_sampling: DynamicSampling | None = None,
+        while_waiting: Callable[[dict[int, TrainingSample]], None] | None = None,
     ) -> RolloutResult:
         """Collects one rollout.
 
         Args:
             prompts: (P,) all prompts of the rollout, the same on every rank.
-            numbers: the completions of this rank, out of range(P * group_size).
-            purpose: keeps the random numbers of training and evaluation apart.
-            rows_at_once: most completions that the engine samples together; None: all of them.
-            refill: replaces groups without a signal, in their slots; None: they stay.
-            meanwhile: called once on every rank while rewards are awaited, with its samples by completion number; it
-                may use collectives. Not together with `refill`.
+            completion_indices: this rank's completions, from range(P * group_size).
+            trainer_state: passed to the reward functions.
+            seed_scope: part of every completion's seed; separates training from evaluation.
+            completions_at_once: maximum number of completions per call of the engine; None: no limit.
+            dynamic_sampling: replaces zero-variance groups; None: they stay.
+            while_waiting: called once on every rank while rewards are pending, with this rank's samples by completion
+                index, their advantages still unknown. It may use collectives. Cannot be combined with
+                `dynamic_sampling`.
 
         Raises:
-            RewardError: on every rank, if a reward function broke the contract on any of them, or failed too often.
-            TrainingError: sampling or scoring raised something else on another rank; here it is raised as it is.
+            RewardError: a reward function broke its contract, or failed too often, on any rank; raised on all ranks.
+            TrainingError: generating or scoring raised another exception on another rank; the failing rank raises its
+                own exception.
         """
-        slots = Slots(prompts, group_size=group_size, settings=settings)
+        groups = RolloutGroups(prompts, group_size=group_size, settings=settings)
 
-        def sample(own: Sequence[int]) -> None:
-            def generate() -> _Sampled:
-                return self._sampled(slots.prompts, own, group_size, sampling, purpose, rows_at_once)
+        def sample(indices: Sequence[int]) -> None:
+            generate = functools.partial(
+                self._generate, groups.prompts, indices, group_size, sampling, seed_scope, completions_at_once
+            )
+            own_prompts = [groups.prompts[index // group_size] for index in indices]
+            groups.add(self._sampling_round(indices, own_prompts, generate, settings, trainer_state, while_waiting))
+            _check_failures(groups.rounds, settings.max_failed_reward_share)
 
-            slots.add(self._round(generate, meanwhile, settings, trainer_state))
-            _check_failures(slots.rounds, settings)
+        sample(completion_indices)
+        if dynamic_sampling is not None:
+            while len(groups.rounds) <= dynamic_sampling.max_rounds and (replaced := groups.zero_variance_groups()):
+                groups.replace(replaced, dynamic_sampling.draw(len(replaced)))
+                sample([index for index in completion_indices if index // group_size in replaced])
 
-        sample(numbers)
-        while refill is not None and len(slots.rounds) <= refill.max_rounds and (dead := slots.without_signal()):
-            slots.replace(dead, refill.draw(len(dead)))
-            sample([number for number in numbers if number // group_size in dead])
-        rows, earnings = slots.everything_sampled()
-        metrics = _metrics(rows, earnings, self.rewards.names)
-        if refill is not None:
-            _refill_metrics(metrics, slots, sampled=len(rows) // group_size)
-        logged = merged(one.logged for one in slots.rounds)
-        _refuse_clashes(logged, metrics)
-        metrics.merge(logged)
+        stats = groups.all_completions()
+        advantages = group_advantages(stats, settings)
+        metrics = rollout_metrics(stats, advantages, self.rewards.names)
+        if dynamic_sampling is not None:
+            add_dynamic_sampling_metrics(metrics, groups)
+        add_logged_metrics(metrics, merge_metrics(one.logged for one in groups.rounds))
+        rewards: dict[int, list[float | None]] = {prompt.id: [] for prompt in groups.sampled_prompts}
+        for one, reward in zip(stats, known_rewards(advantages), strict=True):
+            rewards[one.prompt_id].append(reward)
         return RolloutResult(
-            samples=slots.samples(),
-            groups=slots.groups(),
-            dropped=tuple(slots.dropped),
-            extras=slots.extras(),
-            outcomes=_outcomes(slots.drawn, rows, earnings),
+            samples=groups.samples(),
+            groups=groups.groups(),
+            replaced=tuple(groups.replaced),
+            extras=groups.extras(),
+            outcomes=[PromptOutcome(prompt, tuple(rewards[prompt.id])) for prompt in groups.sampled_prompts],
             metrics=metrics,
-            tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
-            seconds_generating=sum(one.seconds_generating for one in slots.rounds),
-            seconds_rewarding=sum(one.seconds_rewarding for one in slots.rounds),
+            tokens=sum(one.prompt_tokens + one.completion_tokens for one in stats),
+            seconds_generating=sum(one.seconds_generating for one in groups.rounds),
+            seconds_rewarding=sum(one.seconds_rewarding for one in groups.rounds),
         )
 
-    def _round(
+    def _sampling_round(
         self,
-        generate: Callable[[], _Sampled],
-        meanwhile: Callable[[dict[int, Sample]], None] | None,
+        indices: Sequence[int],
+        prompts: Sequence[Prompt],
+        generate: Callable[[], list[Completion]],
         settings: AdvantageSettings,
         trainer_state: Any,
-    ) -> Round:
-        """Samples and scores this rank's completions; every rank enters, with or without any."""
-        part: _Part | None = None
-        sampled, error = _attempt(generate)
-        if meanwhile is not None:
-            # It has collectives of its own: all ranks begin it, or none.
-            _raise_any(self.all_gather(_as_message(error)), error)
-        if sampled is not None:
-            aside = meanwhile and _Aside(functools.partial(meanwhile, _before_rewards(sampled, settings)))
-            part, error = _attempt(functools.partial(self._part, sampled, aside, trainer_state))
-            if aside is not None and aside.error is not None:
-                raise aside.error
-        rows, logged, failures = self._exchange(part, error)
-        assert part is not None
-        if self.tells:
-            self._tell(rows, failures)
-        return Round(
-            part.rollouts, part.table.extras, rows, logged, failures, part.seconds_generating, part.seconds_rewarding
-        )
-
-    def _sampled(
-        self,
-        prompts: Sequence[Prompt],
-        numbers: Sequence[int],
-        group_size: int,
-        sampling: SamplingSpec,
-        purpose: str,
-        rows_at_once: int | None,
-    ) -> _Sampled:
+        while_waiting: Callable[[dict[int, TrainingSample]], None] | None,
+    ) -> SamplingRound:
+        """Samples and scores this rank's completions, one prompt each; all ranks take part, even without any."""
         started = time.perf_counter()
-        chunk = rows_at_once or max(len(numbers), 1)
-        completions = [
-            completion
-            for start in range(0, len(numbers), chunk)
-            for completion in self._generate(prompts, numbers[start : start + chunk], group_size, sampling, purpose)
-        ]
-        own_prompts = [prompts[number // group_size] for number in numbers]
-        return _Sampled(tuple(numbers), own_prompts, completions, time.perf_counter() - started)
-
-    def _part(self, sampled: _Sampled, aside: _Aside | None, trainer_state: Any) -> _Part:
-        started = time.perf_counter()
-        table = self._score(sampled.prompts, sampled.completions, trainer_state, aside)
-        rollouts = {
-            number: Rollout(prompt, completion, scores, statuses)
-            for number, prompt, completion, scores, statuses in zip(
-                sampled.numbers, sampled.prompts, sampled.completions, table.scores, table.statuses, strict=True
+        completions, error = _catch(generate)
+        seconds_generating = time.perf_counter() - started
+        overlapped = _OverlappedWork()
+        if while_waiting is not None:
+            # The work has collectives of its own: either all ranks start it, or none.
+            _raise_first(self.all_gather(_as_message(error)), error)
+            assert completions is not None
+            samples = _samples_without_rewards(
+                indices, prompts, completions, mask_truncated=settings.mask_truncated_completions
             )
-        }
-        seconds = time.perf_counter() - started - (0.0 if aside is None else aside.seconds)
-        return _Part(rollouts, table, sampled.seconds, seconds)
+            overlapped = _OverlappedWork(functools.partial(while_waiting, samples))
+        table: RewardTable | None = None
+        rollouts: dict[int, Rollout] = {}
+        started = time.perf_counter()
+        if completions is not None:
+            table, error = _catch(functools.partial(self._score, prompts, completions, trainer_state, overlapped))
+            if overlapped.error is not None:
+                raise overlapped.error
+        if completions is not None and table is not None:
+            rollouts = {
+                index: Rollout(prompt, completion, scores, statuses)
+                for index, prompt, completion, scores, statuses in zip(
+                    indices, prompts, completions, table.scores, table.statuses, strict=True
+                )
+            }
+        seconds_rewarding = time.perf_counter() - started - overlapped.seconds
+        stats, logged, failures = self._exchange(rollouts, table, error)
+        assert table is not None
+        if self.is_main_rank:
+            self._log_failures(stats, failures)
+        return SamplingRound(rollouts, table.extras, stats, logged, failures, seconds_generating, seconds_rewarding)
 
     def _generate(
-        self, prompts: Sequence[Prompt], numbers: Sequence[int], group_size: int, sampling: SamplingSpec, purpose: str
+        self,
+        prompts: Sequence[Prompt],
+        indices: Sequence[int],
+        group_size: int,
+        sampling: SamplingSpec,
+        seed_scope: str,
+        completions_at_once: int | None,
     ) -> list[Completion]:
-        """This rank's completions, in the order of `numbers`."""
-        numbers_of_prompt: dict[int, list[int]] = {}
-        for number in numbers:
-            numbers_of_prompt.setdefault(number // group_size, []).append(number)
-        requests = []
-        for index, members in numbers_of_prompt.items():
-            prompt, places = prompts[index], tuple(number % group_size for number in members)
-            seeds = tuple(completion_seed(self.run_seed, purpose, prompt.id, place) for place in places)
-            requests.append(GenerationRequest(prompt, seeds, places))
+        """This rank's completions, in the order of `indices`."""
         completions: dict[int, Completion] = {}
-        for members, group in zip(numbers_of_prompt.values(), self.engine.generate(requests, sampling), strict=True):
-            completions.update(zip(members, group, strict=True))
-        return [completions[number] for number in numbers]
+        chunk = completions_at_once or max(len(indices), 1)
+        for start in range(0, len(indices), chunk):
+            by_prompt: dict[int, list[int]] = {}
+            for index in indices[start : start + chunk]:
+                by_prompt.setdefault(index // group_size, []).append(index)
+            requests = []
+            for position, members in by_prompt.items():
+                prompt, group_indices = prompts[position], tuple(index % group_size for index in members)
+                seeds = tuple(completion_seed(self.run_seed, seed_scope, prompt.id, index) for index in group_indices)
+                requests.append(GenerationRequest(prompt, seeds, group_indices))
+            for members, group in zip(by_prompt.values(), self.engine.generate(requests, sampling), strict=True):
+                completions.update(zip(members, group, strict=True))
+        return [completions[index] for index in indices]
 
     def _score(
         self,
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         trainer_state: Any,
-        meanwhile: Callable[[], None] | None,
+        overlapped: Callable[[], None],
     ) -> RewardTable:
         answers = [
             [{"role": "assistant", "content": completion.text}] if prompt.is_conversational else completion.text
@@ -274,36 +246,20 @@ class RolloutCollector:
             columns=reward_columns(prompts),
             trainer_state=trainer_state,
             prompt_texts=[self.prompt_text(prompt) for prompt in prompts],
-            meanwhile=meanwhile,
+            while_waiting=overlapped,
         )
 
-    def _tell(self, rows: Mapping[int, Row], failures: Sequence[RewardFailure]) -> None:
-        """Says which completions, of all ranks, will be missing from the loss, and why."""
-        count = len(rows)
-        for failure in failures:
-            logger.warning(
-                "Reward function %s: its reward failed on %d of %d completions, which are left out of the loss.%s",
-                failure.message, len(failure.rows), count, f"\n{failure.traceback}" if failure.traceback else "",
-            )  # fmt: skip
-        abstained = sum(set(row.statuses) == {RewardStatus.ABSTAINED} for row in rows.values())
-        if abstained and not self._told_about_abstentions:
-            self._told_about_abstentions = True
-            logger.warning(
-                "All reward functions abstained on %d of %d completions, which are left out of the loss. This is said "
-                "once; rewards/<name>/abstained_share counts it.", abstained, count,
-            )  # fmt: skip
-
     def _exchange(
-        self, part: _Part | None, error: Exception | None
-    ) -> tuple[dict[int, Row], MetricSums, list[RewardFailure]]:
-        """Of all ranks: the rows by completion number, what reward functions logged, and how some of them failed.
+        self, rollouts: Mapping[int, Rollout], table: RewardTable | None, error: Exception | None
+    ) -> tuple[dict[int, CompletionStats], MetricAccumulator, list[RewardFailure]]:
+        """Statistics by completion index, `log_metric` values and failures of all ranks.
 
         Raises:
-            Exception: `error`, or on the ranks without one of their own RewardError or TrainingError with its message.
+            Exception: `error`; on ranks without an error of their own, RewardError or TrainingError with its message.
         """
-        own_rows = [
-            Row(
-                number=number,
+        own_stats = [
+            CompletionStats(
+                index=index,
                 prompt_id=rollout.prompt.id,
                 prompt_tokens=len(rollout.prompt.token_ids),
                 completion_tokens=len(rollout.completion.token_ids),
@@ -311,162 +267,112 @@ class RolloutCollector:
                 scores=rollout.scores,
                 statuses=rollout.statuses,
             )
-            for number, rollout in (part.rollouts.items() if part else ())
+            for index, rollout in rollouts.items()
         ]
-        metrics, failures = (part.table.metrics, part.table.failures) if part else ({}, ())
-        # One collective that every rank enters whatever happened on it: no rank can be left waiting.
-        gathered = self.all_gather((own_rows, metrics, failures, _as_message(error)))
-        rank_rows, rank_metrics, rank_failures, messages = zip(*gathered, strict=True)
-        _raise_any(messages, error)
-        logged = MetricSums()
+        own_metrics, own_failures = (table.metrics, table.failures) if table else ({}, ())
+        # One collective that every rank enters, whatever happened on it: no rank can be left waiting.
+        gathered = self.all_gather((own_stats, own_metrics, own_failures, _as_message(error)))
+        rank_stats, rank_metrics, rank_failures, messages = zip(*gathered, strict=True)
+        _raise_first(messages, error)
+        logged = MetricAccumulator()
         for metrics in rank_metrics:
             for name, values in metrics.items():
                 for value in values:
                     logged.add(name, value)
-        rows = sorted(itertools.chain(*rank_rows), key=lambda row: row.number)
-        return {row.number: row for row in rows}, logged, list(itertools.chain(*rank_failures))
+        stats = sorted(itertools.chain(*rank_stats), key=lambda one: one.index)
+        return {one.index: one for one in stats}, logged, list(itertools.chain(*rank_failures))
+
+    def _log_failures(self, stats: Mapping[int, CompletionStats], failures: Sequence[RewardFailure]) -> None:
+        """Logs how many completions of all ranks have no known reward, and why."""
+        for failure in failures:
+            logger.warning(
+                "Reward function %s: no reward for %d of %d completions, which are left out of the loss.%s",
+                failure.message,
+                len(failure.indices),
+                len(stats),
+                f"\n{failure.traceback}" if failure.traceback else "",
+            )
+        abstained = sum(set(one.statuses) == {RewardStatus.ABSTAINED} for one in stats.values())
+        if abstained and not self._logged_abstentions:
+            self._logged_abstentions = True
+            logger.warning(
+                "All reward functions abstained on %d of %d completions, which are left out of the loss. This warning "
+                "appears once; the metric rewards/<name>/abstained_share covers the rest of the run.",
+                abstained,
+                len(stats),
+            )
 
 
-def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """What `work` returns, or what it raises: the other ranks must hear of that before it goes on its way."""
+@dataclass
+class _OverlappedWork:
+    """Log-prob work that runs while rewards are pending; timed separately, and its error is raised separately."""
+
+    work: Callable[[], None] | None = None
+    seconds: float = 0.0
+    error: Exception | None = None
+
+    def __call__(self) -> None:
+        if self.work is not None:
+            started = time.perf_counter()
+            _, self.error = _catch(self.work)
+            self.seconds = time.perf_counter() - started
+
+
+def _catch(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Returns the result of `work`, or its exception, which the other ranks must hear of before it is raised."""
     try:
         return work(), None
     except Exception as error:
         return None, error
 
 
-def _before_rewards(sampled: _Sampled, settings: AdvantageSettings) -> dict[int, Sample]:
-    """Samples by completion number, without advantages; in the loss are those that only a reward can take out of it."""
+def _samples_without_rewards(
+    indices: Sequence[int], prompts: Sequence[Prompt], completions: Sequence[Completion], *, mask_truncated: bool
+) -> dict[int, TrainingSample]:
+    """Samples by completion index, without advantages. Completions that rewards may leave in the loss are in it."""
     return {
-        number: Sample(
+        index: TrainingSample(
             prompt_ids=prompt.token_ids,
             completion_ids=completion.token_ids,
             advantage=0.0,
-            has_loss=not (settings.mask_truncated and completion.is_truncated),
-            group_is_live=False,
+            has_loss=not (mask_truncated and completion.is_truncated),
+            group_has_signal=False,
             behavior_logprobs=completion.behavior_logprobs,
             entropies=completion.entropies,
         )
-        for number, prompt, completion in zip(sampled.numbers, sampled.prompts, sampled.completions, strict=True)
+        for index, prompt, completion in zip(indices, prompts, completions, strict=True)
     }
 
 
-def _raise_any(messages: Sequence[tuple[bool, str] | None], error: Exception | None) -> None:
-    """Raises `error`, or the first that another rank tells of."""
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise error or _error_of(rank, message)
-
-
 def _as_message(error: Exception | None) -> tuple[bool, str] | None:
-    """What other ranks are told: whether it is a RewardError, and the text."""
+    """What other ranks receive: whether it is a RewardError, and its text."""
     if error is None:
         return None
     is_reward_error = isinstance(error, RewardError)
     return is_reward_error, str(error) if is_reward_error else f"{type(error).__name__}: {error}"
 
 
-def _error_of(rank: int, message: tuple[bool, str]) -> Exception:
-    is_reward_error, text = message
-    if is_reward_error:
-        return RewardError(text)
-    return TrainingError(f"Process {rank} could not sample or score its completions: {text}")
-
-
-def _check_failures(rounds: Sequence[Round], settings: AdvantageSettings) -> None:
-    """Counts over all rounds: in one of a few completions a single failure would be a large share."""
-    rows = [row for one in rounds for row in one.rows.values()]
-    failed = sum(row.failed for row in rows)
-    if failed > settings.max_failed_share * len(rows):
-        failures = [failure for one in rounds for failure in one.failures]
-        raise RewardError(_too_many_failures(failed, len(rows), settings.max_failed_share, failures))
-
-
-def _outcomes(prompts: Sequence[Prompt], rows: Sequence[Row], earnings: Earnings) -> list[Outcome]:
-    rewards: dict[int, list[float | None]] = {prompt.id: [] for prompt in prompts}
-    for row, reward in zip(rows, earnings.rewards, strict=True):
-        rewards[row.prompt_id].append(reward)
-    return [(prompt, tuple(rewards[prompt.id])) for prompt in prompts]
-
-
-def _metrics(rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> MetricSums:
-    metrics = MetricSums()
-    _length_metrics(metrics, rows)
-    _reward_metrics(metrics, rows, earnings, names)
-    _signal_metrics(metrics, rows, earnings)
-    return metrics
-
-
-def _refuse_clashes(user_metrics: MetricSums, own: MetricSums) -> None:
-    taken = STEP_METRICS | own.means().keys()
-    for name in user_metrics.sums:
-        if name in taken:
-            raise RewardError(
-                f"A reward function called log_metric('{name}', ...), but the trainer logs a metric of this name. "
-                f"Choose another, for example 'mine/{name}'."
+def _raise_first(messages: Sequence[tuple[bool, str] | None], error: Exception | None) -> None:
+    """Raises `error` if this rank has one, else the first one that another rank reports."""
+    for rank, message in enumerate(messages):
+        if message is not None:
+            is_reward_error, text = message
+            raise error or (
+                RewardError(text)
+                if is_reward_error
+                else TrainingError(f"Process {rank} could not sample or score its completions: {text}")
             )
 
 
-def _length_metrics(metrics: MetricSums, rows: Sequence[Row]) -> None:
-    lengths = [row.completion_tokens for row in rows]
-    _add_distribution(metrics, "completions/{}_length", lengths)
-    _add_distribution(
-        metrics, "completions/{}_terminated_length", [row.completion_tokens for row in rows if not row.truncated]
-    )
-    metrics.add("completions/clipped_ratio", sum(row.truncated for row in rows) / len(rows), len(rows))
-
-
-def _reward_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings, names: Sequence[str]) -> None:
-    for index, name in enumerate(names):
-        scores = [score for row in rows if (score := row.scores[index]) is not None]
-        if scores:
-            metrics.add(f"rewards/{name}/mean", sum(scores) / len(scores), len(scores))
-            metrics.add(f"rewards/{name}/std", _std(scores), len(scores))
-        for status, label in ((RewardStatus.FAILED, "failed"), (RewardStatus.ABSTAINED, "abstained")):
-            share = sum(row.statuses[index] is status for row in rows) / len(rows)
-            metrics.add(f"rewards/{name}/{label}_share", share, len(rows))
-    totals = [reward for reward in earnings.rewards if reward is not None]
-    if totals:
-        metrics.add("reward", sum(totals) / len(totals), len(totals))
-        metrics.add("reward_std", _std(totals), len(totals))
-
-
-def _signal_metrics(metrics: MetricSums, rows: Sequence[Row], earnings: Earnings) -> None:
-    live_of_group = {row.prompt_id: live for row, live in zip(rows, earnings.live, strict=True)}
-    stds = zip(rows, earnings.group_std, strict=True)
-    std_of_group = {row.prompt_id: std for row, std in stds if not math.isnan(std)}
-    count = len(live_of_group)
-    live_share = sum(live_of_group.values()) / count
-    metrics.add("frac_reward_zero_std", 1.0 - live_share, count)
-    metrics.add("live_group_share", live_share, count)
-    if std_of_group:
-        metrics.add("reward_within_group_std", sum(std_of_group.values()) / len(std_of_group), len(std_of_group))
-
-
-def _refill_metrics(metrics: MetricSums, slots: Slots, *, sampled: int) -> None:
-    count, dead = len(slots.prompts), len(slots.without_signal())
-    metrics.add("dynamic_sampling/rounds", float(len(slots.rounds)))
-    metrics.add("dynamic_sampling/groups", float(sampled))
-    metrics.add_sum("dynamic_sampling/kept_share", float(count), float(sampled))
-    metrics.add("dynamic_sampling/live_share", 1.0 - dead / count, count)
-
-
-def _add_distribution(metrics: MetricSums, pattern: str, values: Sequence[int]) -> None:
-    if values:
-        metrics.add(pattern.format("mean"), sum(values) / len(values), len(values))
-        metrics.add_min(pattern.format("min"), float(min(values)))
-        metrics.add_max(pattern.format("max"), float(max(values)))
-
-
-def _std(values: Sequence[float]) -> float:
-    """Bessel's standard deviation, 0 for a single value."""
-    return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
-
-
-def _too_many_failures(failed: int, count: int, limit: float, failures: Sequence[RewardFailure]) -> str:
-    calls = "; ".join(f"{failure.name}: {failure.kind}, {failure.message}" for failure in failures[:3])
-    return (
-        f"{failed} of {count} completions have a failed reward ({failed / count:.0%}), more than "
-        f"max_failed_reward_share={limit:.0%}. {calls}. Mend the reward function, let it return "
-        "None where it does not apply, or raise max_failed_reward_share."
-    )
+def _check_failures(rounds: Sequence[SamplingRound], max_failed_share: float) -> None:
+    """Counts over all rounds: a later round may have so few completions that one failure is a large share of them."""
+    stats = [one for sampled in rounds for one in sampled.stats.values()]
+    failed = sum(one.failed for one in stats)
+    if failed > max_failed_share * len(stats):
+        failures = [failure for sampled in rounds for failure in sampled.failures][:3]
+        causes = "; ".join(f"{failure.name}: {failure.kind}, {failure.message}" for failure in failures)
+        raise RewardError(
+            f"{failed} of {len(stats)} completions have a failed reward ({failed / len(stats):.0%}), more than "
+            f"max_failed_reward_share={max_failed_share:.0%}. {causes}. Fix the reward function, let it return None "
+            "where it does not apply, or raise max_failed_reward_share."
+        )

@@ -1,4 +1,4 @@
-"""What an engine is: something that continues prompts and says with which probability."""
+"""The interface of an engine, which samples completions and reports their log-probs."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from grupo.types import Completion, Prompt
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt and the seeds of the completions wanted for it, one seed each.
+    """One prompt, and one seed for each completion to sample.
 
-    A completion depends on its own seed and on nothing else, so how requests are cut into batches or dealt to ranks
-    does not change what is sampled.
+    A completion depends on its own seed and on nothing else, so batching requests or distributing them over ranks does
+    not change the samples.
     """
 
     prompt: Prompt
     seeds: tuple[int, ...]
-    places: tuple[int, ...] | None = None
-    """Place of each completion in its group, of which this request may be a part; None: 0, 1, 2 and so on."""
+    group_indices: tuple[int, ...] | None = None
+    """Index of each completion within its group, of which this request may be a part; None: 0, 1, 2 and so on."""
 
 
 class Engine(Protocol):
-    """Continues prompts under the current policy."""
+    """Samples completions from the current policy."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
-        """One list of completions per request, one completion per seed, in order."""
+        """Returns one list of completions per request, with one completion per seed, in order."""
         ...
 
 
-def completion_seed(run_seed: int, purpose: str, prompt_id: int, completion_index: int) -> int:
-    """Seed of one completion: 63 bits that depend on the run's seed, the draw and the place in the group only."""
-    key = f"{run_seed}/{purpose}/{prompt_id}/{completion_index}".encode()
+def completion_seed(run_seed: int, seed_scope: str, prompt_id: int, group_index: int) -> int:
+    """Seed of one completion: 63 bits that depend on the arguments only."""
+    key = f"{run_seed}/{seed_scope}/{prompt_id}/{group_index}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1

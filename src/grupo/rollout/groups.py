@@ -1,7 +1,8 @@
-"""The slots of a rollout: which group stands where, what it earned, and which completions are trained on.
+"""The groups of one rollout: their completions and advantages, and which completions are trained on.
 
-The completions of a rollout are numbered 0 .. P*G - 1 over all ranks, group after group. Every rank knows the numbers
-(scores, lengths) of all completions, so that all ranks decide alike; texts and token ids stay where they were sampled.
+A rollout of P prompts and G completions per prompt has the completion indices 0 .. P*G - 1 over all ranks, group after
+group. Every rank has the statistics (scores, lengths) of all completions, so that all ranks make the same decisions;
+texts and token ids stay on the rank that sampled them.
 """
 
 from __future__ import annotations
@@ -13,41 +14,28 @@ from typing import Any
 
 import torch
 
-from grupo.algo.advantages import compute_advantages
+from grupo.algo.advantages import Advantages, AdvantageSettings, compute_advantages
 from grupo.algo.selection import max_variance_subset
-from grupo.metrics import MetricSums
+from grupo.metrics import MetricAccumulator
 from grupo.rewards.execution.results import RewardFailure
-from grupo.types import Group, Prompt, RewardStatus, Rollout, Sample, group_by_prompt
+from grupo.types import Group, Prompt, RewardStatus, Rollout, TrainingSample, group_by_prompt
 
 
 @dataclass(frozen=True)
-class AdvantageSettings:
-    """How rewards become advantages, what is left out of the loss, and how many rewards may fail."""
-
-    weights: tuple[float, ...] | None
-    scale: str
-    aggregation: str
-    mask_truncated: bool = False
-    max_failed_share: float = 1.0
-    trained_per_group: int | None = None
-    """Completions of a group that are in the loss, those whose advantages vary most; None: all."""
-
-
-@dataclass(frozen=True)
-class Refill:
-    """Where groups without a signal are replaced from (dynamic sampling, DAPO, arXiv 2503.14476)."""
+class DynamicSampling:
+    """Replacement of zero-variance groups by groups of new prompts (DAPO, arXiv:2503.14476)."""
 
     draw: Callable[[int], Sequence[Prompt]]
-    """So many new prompts, the same on every rank."""
+    """Returns the given number of new prompts, the same ones on every rank."""
     max_rounds: int
-    """Additional rounds at most."""
+    """Maximum number of additional rounds."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """The numbers of one completion that travel between ranks."""
+class CompletionStats:
+    """Numbers of one completion, exchanged between ranks."""
 
-    number: int
+    index: int
     prompt_id: int
     prompt_tokens: int
     completion_tokens: int
@@ -61,86 +49,79 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Earnings:
-    """What rows earned, in their order."""
-
-    rewards: list[float | None]
-    advantages: list[float]
-    live: list[bool]
-    group_std: list[float]
-
-
-@dataclass(frozen=True)
-class Round:
-    """Completions that were sampled together."""
+class SamplingRound:
+    """Completions that were sampled and scored together."""
 
     rollouts: dict[int, Rollout]
-    """This rank's, by completion number."""
+    """Completion index -> rollout, of this rank."""
     extras: dict[str, list[Any]]
-    """Columns that reward functions logged with `log_extra`, one value for each of `rollouts`."""
-    rows: dict[int, Row]
-    """Of all ranks, by completion number, in order."""
-    logged: MetricSums
-    """What reward functions logged as numbers, of all ranks."""
+    """Columns from the reward functions' `log_extra`, one value per entry of `rollouts`."""
+    stats: dict[int, CompletionStats]
+    """Completion index -> statistics, of all ranks, in ascending order."""
+    logged: MetricAccumulator
+    """Numbers from the reward functions' `log_metric`, of all ranks."""
     failures: list[RewardFailure]
-    """How some reward functions failed, of all ranks."""
+    """Failures of reward functions, of all ranks."""
     seconds_generating: float
     seconds_rewarding: float
 
 
-class Slots:
-    """The groups of one rollout. A group may leave its slot, and with it its completion numbers, to another one.
+class RolloutGroups:
+    """The current groups of one rollout. A group can be replaced by another one, which takes its completion indices.
 
-    Advantages are always those over the groups that stand in the slots now.
+    Advantages are always computed over the current groups.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, group_size: int, settings: AdvantageSettings) -> None:
         self.prompts = list(prompts)
-        """(P,) what stands in each slot."""
-        self.drawn = list(prompts)
-        """Everything that ever did."""
+        """(P,) prompts of the current groups."""
+        self.sampled_prompts = list(prompts)
+        """Prompts of the current and of the replaced groups."""
         self.group_size = group_size
         self.settings = settings
-        self.rounds: list[Round] = []
-        self.dropped: list[Group] = []
-        """This rank's completions of groups that left their slots, with the advantages that they had there."""
+        self.rounds: list[SamplingRound] = []
+        self.replaced: list[Group] = []
+        """This rank's completions of replaced groups, with the advantages that they had before."""
         self._rollouts: dict[int, Rollout] = {}
-        self._rows: dict[int, Row] = {}
+        self._stats: dict[int, CompletionStats] = {}
 
-    def add(self, sampled: Round) -> None:
+    def add(self, sampled: SamplingRound) -> None:
         self.rounds.append(sampled)
-        # In order of their numbers: a later round only replaces what the first one has put in.
+        # The order of the first round, which has every index, remains: later rounds only replace values.
         self._rollouts.update(sampled.rollouts)
-        self._rows.update(sampled.rows)
-        self._earnings = earnings_of(list(self._rows.values()), self.settings)
-        self._position = {number: position for position, number in enumerate(self._rows)}
-        self._in_loss = self._numbers_in_loss()
+        self._stats.update(sampled.stats)
+        result = group_advantages(list(self._stats.values()), self.settings)
+        self._rewards = dict(zip(self._stats, known_rewards(result), strict=True))
+        self._advantages = dict(zip(self._stats, result.advantages.tolist(), strict=True))
+        self._has_signal = dict(zip(self._stats, result.has_signal.tolist(), strict=True))
+        self._in_loss = self._indices_in_loss()
 
-    def without_signal(self) -> list[int]:
-        """Slots whose group pulls the policy nowhere: none of its completions in the loss has an advantage."""
-        pulling = {n // self.group_size for n in self._in_loss if self._earnings.advantages[self._position[n]] != 0.0}
-        return [slot for slot in range(len(self.prompts)) if slot not in pulling]
+    def zero_variance_groups(self) -> list[int]:
+        """Positions of the groups without any advantage other than 0 among their completions in the loss."""
+        with_advantage = {index // self.group_size for index in self._in_loss if self._advantages[index] != 0.0}
+        return [position for position in range(len(self.prompts)) if position not in with_advantage]
 
-    def replace(self, slots: Sequence[int], prompts: Sequence[Prompt]) -> None:
-        leaving = set(slots)
-        self.dropped += self._groups({n: one for n, one in self._rollouts.items() if n // self.group_size in leaving})
-        self.drawn += prompts
-        for slot, prompt in zip(slots, prompts, strict=True):
-            self.prompts[slot] = prompt
+    def replace(self, positions: Sequence[int], prompts: Sequence[Prompt]) -> None:
+        """Puts new prompts in place of the groups at `positions`, whose completions are added in the next round."""
+        leaving = {index: one for index, one in self._rollouts.items() if index // self.group_size in positions}
+        self.replaced += self._groups(leaving)
+        self.sampled_prompts += prompts
+        for position, prompt in zip(positions, prompts, strict=True):
+            self.prompts[position] = prompt
 
-    def samples(self) -> dict[int, Sample]:
-        """This rank's samples by completion number."""
+    def samples(self) -> dict[int, TrainingSample]:
+        """Completion index -> training sample, of this rank."""
         return {
-            number: Sample(
+            index: TrainingSample(
                 prompt_ids=rollout.prompt.token_ids,
                 completion_ids=rollout.completion.token_ids,
-                advantage=self._earnings.advantages[self._position[number]],
-                has_loss=number in self._in_loss,
-                group_is_live=self._earnings.live[self._position[number]],
+                advantage=self._advantages[index],
+                has_loss=index in self._in_loss,
+                group_has_signal=self._has_signal[index],
                 behavior_logprobs=rollout.completion.behavior_logprobs,
                 entropies=rollout.completion.entropies,
             )
-            for number, rollout in self._rollouts.items()
+            for index, rollout in self._rollouts.items()
         }
 
     def groups(self) -> tuple[Group, ...]:
@@ -148,8 +129,7 @@ class Slots:
         return self._groups(self._rollouts)
 
     def extras(self) -> dict[str, list[Any]]:
-        """What reward functions logged with `log_extra`: one value per completion of `groups`, None where a round
-        logged none."""
+        """Columns from `log_extra`: one value per completion of `groups`, None where the round did not log any."""
         names = dict.fromkeys(itertools.chain.from_iterable(one.extras for one in self.rounds))
         latest: dict[str, dict[int, Any]] = {name: {} for name in names}
         for one in self.rounds:
@@ -157,52 +137,51 @@ class Slots:
                 values.update(zip(one.rollouts, one.extras.get(name, [None] * len(one.rollouts)), strict=True))
         return {name: list(values.values()) for name, values in latest.items()}
 
-    def everything_sampled(self) -> tuple[list[Row], Earnings]:
-        """All completions, those of dropped groups included; rewards and liveness count here, not the advantages."""
-        rows = list(itertools.chain.from_iterable(one.rows.values() for one in self.rounds))
-        return rows, self._earnings if len(self.rounds) == 1 else earnings_of(rows, self.settings)
+    def all_completions(self) -> list[CompletionStats]:
+        """Statistics of all completions of all ranks, replaced groups included."""
+        return list(itertools.chain.from_iterable(one.stats.values() for one in self.rounds))
 
-    def _numbers_in_loss(self) -> set[int]:
-        """Of all ranks: known reward, not masked, and among the chosen ones of its group."""
-        by_slot: dict[int, list[int]] = {}
-        for (number, row), reward in zip(self._rows.items(), self._earnings.rewards, strict=True):
-            if reward is not None and not (self.settings.mask_truncated and row.truncated):
-                by_slot.setdefault(number // self.group_size, []).append(number)
-        if self.settings.trained_per_group is None:
-            return set(itertools.chain.from_iterable(by_slot.values()))
-        chosen = set()
-        for numbers in by_slot.values():
-            advantages = [self._earnings.advantages[self._position[number]] for number in numbers]
-            chosen |= {numbers[index] for index in max_variance_subset(advantages, self.settings.trained_per_group)}
-        return chosen
+    def _indices_in_loss(self) -> set[int]:
+        """Completions of all ranks with a known reward, not masked, and selected by `num_generations_trained`."""
+        candidates: dict[int, list[int]] = {}
+        for index, stats in self._stats.items():
+            if self._rewards[index] is not None and not (self.settings.mask_truncated_completions and stats.truncated):
+                candidates.setdefault(index // self.group_size, []).append(index)
+        if self.settings.num_generations_trained is None:
+            return set(itertools.chain.from_iterable(candidates.values()))
+        selected: set[int] = set()
+        for indices in candidates.values():
+            advantages = [self._advantages[index] for index in indices]
+            selected.update(indices[n] for n in max_variance_subset(advantages, self.settings.num_generations_trained))
+        return selected
 
     def _groups(self, rollouts: Mapping[int, Rollout]) -> tuple[Group, ...]:
-        numbers, members = list(rollouts), list(rollouts.values())
-        positions = [self._position[number] for number in numbers]
+        indices, members = list(rollouts), list(rollouts.values())
         return tuple(
             Group(
-                prompt=members[indices[0]].prompt,
-                rollouts=tuple(members[index] for index in indices),
-                rewards=tuple(self._earnings.rewards[positions[index]] for index in indices),
-                advantages=tuple(self._earnings.advantages[positions[index]] for index in indices),
+                prompt=members[positions[0]].prompt,
+                rollouts=tuple(members[position] for position in positions),
+                rewards=tuple(self._rewards[indices[position]] for position in positions),
+                advantages=tuple(self._advantages[indices[position]] for position in positions),
             )
-            for indices in group_by_prompt(members).values()
+            for positions in group_by_prompt(members).values()
         )
 
 
-def earnings_of(rows: Sequence[Row], settings: AdvantageSettings) -> Earnings:
-    scores = torch.tensor(
-        [[float("nan") if score is None else score for score in row.scores] for row in rows], dtype=torch.float64
+def group_advantages(stats: Sequence[CompletionStats], settings: AdvantageSettings) -> Advantages:
+    """Rewards and advantages of completions, over the groups that their prompt ids form."""
+    scores = [[float("nan") if score is None else score for score in one.scores] for one in stats]
+    return compute_advantages(
+        torch.tensor(scores, dtype=torch.float64),
+        [one.prompt_id for one in stats],
+        weights=settings.reward_weights,
+        scale=settings.scale_rewards,
+        aggregation=settings.multi_objective_aggregation,
+        failed=torch.tensor([one.failed for one in stats]),
     )
-    result = compute_advantages(
-        scores,
-        [row.prompt_id for row in rows],
-        weights=settings.weights,
-        scale=settings.scale,
-        aggregation=settings.aggregation,
-        failed=torch.tensor([row.failed for row in rows]),
-    )
-    rewards = [
-        value if scored else None for value, scored in zip(result.rewards.tolist(), result.scored.tolist(), strict=True)
-    ]
-    return Earnings(rewards, result.advantages.tolist(), result.live.tolist(), result.group_std.tolist())
+
+
+def known_rewards(advantages: Advantages) -> list[float | None]:
+    """(B,) total rewards, None where the total is unknown."""
+    rewards, scored = advantages.rewards.tolist(), advantages.scored.tolist()
+    return [reward if known else None for reward, known in zip(rewards, scored, strict=True)]

@@ -1,4 +1,4 @@
-"""Where the newest model of a run is: in its folder, or in a checkpoint of a later step."""
+"""Finds the latest model of a run: the one in its folder, or that of a later checkpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 
 from grupo.errors import ConfigError
-from grupo.runs.checkpoint import damage, numbers_of_checkpoints
-from grupo.runs.folder import MODEL_STEP, read_json
+from grupo.runs.checkpoint import checkpoint_problems, checkpoint_steps
+from grupo.runs.manifest import MODEL_STEP
+from grupo.utils.files import read_json
 from grupo.utils.messages import BASE_QUANTIZATION
 
 logger = logging.getLogger("grupo")
@@ -18,50 +19,50 @@ MODEL_WEIGHTS = (
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 MODEL_FILES = ("adapter_*", "model*", "pytorch_model*", "*config.json", "*token*", BASE_QUANTIZATION)
-"""Patterns of a checkpoint's files that make a model; its optimizer may be missing."""
+"""Patterns of the files in a checkpoint that make up a model, without optimizer state."""
 
 
-def newest_model(name: str) -> str:
-    """What to load by the name of a model or a folder: of a run, the checkpoint that is newer than the model in it.
+def resolve_latest(name: str) -> str:
+    """The model or folder to load for `name`: for a run, the latest checkpoint that is newer than its saved model.
 
-    A run that was resumed after it had saved its model, and killed, has such checkpoints; so has one that was killed
-    before it saved any. Where there is a choice, one line says what is taken.
+    A run has such checkpoints if it was killed, before it saved a model or after it was resumed. If there is a choice,
+    one log line names what is used.
 
     Raises:
-        ConfigError: the run has neither a model nor a checkpoint that is whole.
+        ConfigError: the run has neither a model nor an intact checkpoint.
     """
     run = Path(name)
-    numbers = numbers_of_checkpoints(run)
-    if not numbers:
+    steps = checkpoint_steps(run)
+    if not steps:
         return name
-    manifest = read_json(run / "manifest.json") if (run / "manifest.json").is_file() else {}
-    step = manifest.get(MODEL_STEP)
-    trained = manifest.get("adapter")
-    home = run if trained in (None, "default") else run / trained  # where peft puts an adapter with a name of its own
-    has_model = any((home / weights).is_file() for weights in (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS))
+    manifest = read_json(run / "manifest.json")
+    saved_step = manifest.get(MODEL_STEP)
+    adapter = manifest.get("adapter")
+    folder = run if adapter in (None, "default") else run / adapter  # where peft saves an adapter with another name
+    has_model = any((folder / weights).is_file() for weights in (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS))
     damaged = []
-    for number in numbers:
-        if has_model and step is not None and number <= step:
+    for step in steps:
+        if has_model and saved_step is not None and step <= saved_step:
             break
-        checkpoint = run / f"checkpoint-{number}"
-        if wrong := damage(checkpoint, MODEL_FILES):
-            damaged.append(f"{checkpoint.name}: {', '.join(wrong)}")
-        elif has_model and step is None:
+        checkpoint = run / f"checkpoint-{step}"
+        if problems := checkpoint_problems(checkpoint, MODEL_FILES):
+            damaged.append(f"{checkpoint.name}: {', '.join(problems)}")
+        elif has_model and saved_step is None:
             logger.warning(
-                "%s has a model, nobody knows of which step, and %s. The model is taken; name %s to have that.",
+                "%s has a model of an unknown step, and %s. Using the model; to use the checkpoint, name %s.",
                 run, checkpoint.name, checkpoint,
             )  # fmt: skip
             return name
         else:
-            older = f"the model in it is older (step {step})" if has_model else "no model is saved in it"
-            skipped = f"; damaged is {'; '.join(damaged)}" if damaged else ""
-            logger.warning("%s: %s; its newest checkpoint, %s, is taken%s.", run, older, checkpoint.name, skipped)
+            reason = f"its saved model is older (step {saved_step})" if has_model else "it has no saved model"
+            skipped = f"; skipped as damaged: {'; '.join(damaged)}" if damaged else ""
+            logger.warning("%s: %s; using its latest checkpoint, %s%s.", run, reason, checkpoint.name, skipped)
             return str(checkpoint)
     if not has_model:
-        raise ConfigError(f"{run} has no saved model and no checkpoint that is whole ({'; '.join(damaged)}).")
-    if damaged and step is not None:
+        raise ConfigError(f"{run} has no saved model and no intact checkpoint ({'; '.join(damaged)}).")
+    if damaged and saved_step is not None:
         logger.warning(
-            "%s: what is newer than its model (step %d) is damaged (%s). The model is taken.",
-            run, step, "; ".join(damaged),
+            "%s: the checkpoints after its saved model (step %d) are damaged (%s). Using the model.",
+            run, saved_step, "; ".join(damaged),
         )  # fmt: skip
     return name

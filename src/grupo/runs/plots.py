@@ -1,4 +1,4 @@
-"""The course of a run for its card: a table of a few steps, and a drawing of the reward."""
+"""Training progress on the model card: a table of a few steps, and a plot of the reward."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 REWARD_CURVE = "reward.svg"
-SHOWN = {
+COLUMNS = {
     "reward": ("reward", "{:.3f}"),
-    "live_group_share": ("live groups", "{:.0%}"),
+    "frac_reward_zero_std": ("zero-variance groups", "{:.0%}"),
     "completions/mean_length": ("tokens", "{:.1f}"),
     "completions/clipped_ratio": ("truncated", "{:.0%}"),
     "entropy": ("entropy", "{:.3f}"),
 }
 WIDTH, HEIGHT, MARGIN = 640, 240, 48
-"""Of the drawing, in pixels."""
+"""Size of the plot in pixels."""
 
 
 def training_log(metrics_file: Path) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl` about training, each with a finite `reward`; empty where there is no file."""
+    """Training lines of `metrics.jsonl` with a finite `reward`; empty if there is no file."""
     if not metrics_file.is_file():
         return []
     lines = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -27,22 +27,22 @@ def training_log(metrics_file: Path) -> list[dict[str, Any]]:
 
 
 def metrics_table(log: list[dict[str, Any]], rows: int = 8) -> list[str]:
-    """A Markdown table of `rows` logged steps, the first and the last one among them."""
+    """A Markdown table of up to `rows` logged steps, the first and the last included."""
     count = min(rows, len(log))
     chosen = [log[i * (len(log) - 1) // max(count - 1, 1)] for i in range(count)]
-    columns = [name for name in SHOWN if any(name in line for line in chosen)]
-    heads = ["step", *(SHOWN[name][0] for name in columns)]
+    columns = [name for name in COLUMNS if any(name in line for line in chosen)]
+    header = ["step", *(COLUMNS[name][0] for name in columns)]
     cells = [[str(line["step"]), *(_cell(line, name) for name in columns)] for line in chosen]
-    return [f"| {' | '.join(row)} |" for row in (heads, ["---:"] * len(heads), *cells)]
+    return [f"| {' | '.join(row)} |" for row in (header, ["---:"] * len(header), *cells)]
 
 
 def _cell(line: dict[str, Any], name: str) -> str:
     value = line.get(name)
-    return SHOWN[name][1].format(value) if isinstance(value, int | float) else ""
+    return COLUMNS[name][1].format(value) if isinstance(value, int | float) else ""
 
 
-def reward_drawing(log: list[dict[str, Any]]) -> str | None:
-    """SVG of the mean reward over steps, as points and their running mean; None for fewer than two points."""
+def reward_svg(log: list[dict[str, Any]]) -> str | None:
+    """SVG of the mean reward by step, as points and their moving average; None for fewer than two points."""
     if len(log) < 2:
         return None
     steps, rewards = [line["step"] for line in log], [float(line["reward"]) for line in log]
@@ -67,7 +67,7 @@ def reward_drawing(log: list[dict[str, Any]]) -> str | None:
         _label(MARGIN - 6, place(first, low)[1], "end", f"{low:.3g}"),
         _label(MARGIN, HEIGHT - 16, "start", f"step {first}"),
         _label(WIDTH - MARGIN, HEIGHT - 16, "end", f"step {last}"),
-        _label(WIDTH / 2, 22, "middle", f"mean reward, and its mean over {window} logged steps"),
+        _label(WIDTH / 2, 22, "middle", f"mean reward, and its average over {window} logged steps"),
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C during training: a wish that is met at the end of the optimizer step."""
+"""SIGTERM and Ctrl-C during training: the run stops at the end of the optimizer step."""
 
 from __future__ import annotations
 
@@ -11,57 +11,59 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+DEFAULT_HANDLERS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
-_SAID = {
-    signal.SIGINT: "\nCtrl-C: the run stops after this step and saves a checkpoint. Ctrl-C again stops it at once.\n",
-    signal.SIGTERM: "\nSIGTERM: the run stops after this step and saves a checkpoint.\n",
+_MESSAGES = {
+    signal.SIGINT: "\nCtrl-C: stopping after this step, with a checkpoint. Press Ctrl-C again to stop now.\n",
+    signal.SIGTERM: "\nSIGTERM: stopping after this step, with a checkpoint.\n",
 }
 
 
 class StopSignals:
-    """Takes SIGTERM and Ctrl-C while `watched`, and only where the program had no handlers of its own.
+    """Handles SIGTERM and Ctrl-C while `watched`, unless the program has handlers of its own.
 
-    Python delivers signals to its main thread alone; in another one nothing is watched.
+    Python delivers signals to the main thread only; in another thread nothing is handled.
     """
 
     def __init__(self) -> None:
-        self.received: int | None = None
-        """The signal that asked for the end, of this process or of another one of the run."""
+        self.signum: int | None = None
+        """The signal that asked the run to stop, in this process or in another process of the run."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        self.received = None
+        self.signum = None
         in_main_thread = threading.current_thread() is threading.main_thread()
-        ours = [
-            number for number, default in DEFAULTS.items() if in_main_thread and signal.getsignal(number) == default
+        handled = [
+            signum
+            for signum, default in DEFAULT_HANDLERS.items()
+            if in_main_thread and signal.getsignal(signum) == default
         ]
-        for number in ours:
-            signal.signal(number, self._take)
+        for signum in handled:
+            signal.signal(signum, self._handle)
         try:
             yield
         finally:
-            for number in ours:
-                signal.signal(number, DEFAULTS[number])
+            for signum in handled:
+                signal.signal(signum, DEFAULT_HANDLERS[signum])
 
-    def end_if_received(self) -> None:
-        """Ends the program as the signal would have, after all that had to be saved.
+    def raise_if_received(self) -> None:
+        """Ends the program as the signal would have. Call when everything has been saved.
 
         Raises:
             KeyboardInterrupt: Ctrl-C.
-            SystemExit: SIGTERM; with 143, the shell's code for a program that it ended.
+            SystemExit: SIGTERM; with 143, the exit code of a shell for a terminated program.
         """
-        if self.received == signal.SIGINT:
+        if self.signum == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.received is not None:
-            raise SystemExit(128 + self.received)
+        if self.signum is not None:
+            raise SystemExit(128 + self.signum)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            if number == signal.SIGINT:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum is not None:
+            if signum == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        self.received = number
+        self.signum = signum
         # Not through a stream: the program may be in the middle of writing to it.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            os.write(sys.stderr.fileno(), _SAID[signal.Signals(number)].encode())
+            os.write(sys.stderr.fileno(), _MESSAGES[signal.Signals(signum)].encode())

@@ -1,236 +1,113 @@
-"""What the trainer is made of: parts and small checks that need no trainer."""
+"""What a `GRPOTrainer` is built from, in the order in which its `__init__` calls it.
+
+resolve_arguments -> check_without_model -> load_model -> tokenize -> the base class -> components.build
+"""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 
-from grupo.algo.entropy import EntropyController
-from grupo.algo.losses import Objective
 from grupo.chat_templates import set_chat_template
 from grupo.config import GRPOConfig
 from grupo.config.batch_plan import StepPlan
-from grupo.config.optimizer import check_optimizer_arguments
-from grupo.config.validation import SAMPLING_FIELDS
-from grupo.data.curriculum import AdaptiveStream, Curriculum
-from grupo.data.prompts import PromptStream, TokenizedRow, plain_rows
-from grupo.errors import ConfigError, DataError, RewardError, UnsupportedError
-from grupo.models.load import check_causal, load_tokenizer
-from grupo.models.load_options import Asked
-from grupo.models.peft_io import SavedAdapter, find_adapter, load_named, weight_sums
+from grupo.data.curriculum import check_curriculum_column
+from grupo.data.prompts import (
+    PromptTokenizer,
+    TokenizedRow,
+    apply_length_policy,
+    as_row_dataset,
+    check_for_images,
+    check_token_ids,
+    column_names,
+    tokenize_rows,
+)
+from grupo.errors import ConfigError, DataError, UnsupportedError
+from grupo.models.inspect import (
+    check_causal,
+    check_stop_token_ids,
+    check_trainable,
+    context_length,
+    encode_stop_strings,
+    model_name_or_path,
+    stop_token_ids,
+    vocabulary_size,
+)
+from grupo.models.load import load_tokenizer
+from grupo.models.load_options import LoadOptions, load_options
+from grupo.models.peft_io import check_vocab_consistency, find_adapter, load_named
 from grupo.models.peft_setup import add_adapter, add_tokens, check_adapter_config
-from grupo.rewards.execution.runner import RewardFunctions, RewardRunner
-from grupo.rewards.library.reward_model import with_reward_models
-from grupo.rollout.groups import AdvantageSettings, Refill
-from grupo.runs.folder import read_json
-from grupo.runs.resume_check import FREE, WATCHED
-from grupo.utils.messages import counted, nearest
+from grupo.rewards.execution.runner import RewardRunner
+from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
+from grupo.runs.folder import check_writable
+from grupo.runs.latest import resolve_latest
+from grupo.trainer.checks import check_best_metric, check_output_folder
+from grupo.utils.messages import pluralize
 
 logger = logging.getLogger("grupo")
 
-WATCHING_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-"""Learning rates that follow what evaluations find."""
-STEADY_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", *WATCHING_SCHEDULES)
-"""Learning rates that do not depend on how many steps the run will have."""
+
+# ---- arguments and checks that need no model -------------------------------------------------------------------------
 
 
-class LastStepIsLogged(TrainerCallback):
-    """What came after the last multiple of `logging_steps` would be in no log."""
-
-    place = 1
-    """See `EndOfStep`."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if control.should_training_stop and args.logging_strategy != "no":
-            control.should_log = True
-
-
-class _StepArguments(GRPOConfig):
-    """The arguments that the base class sees: accumulation 1. Files and reporters get the user's number."""
-
-    # Without a default, and the class is no dataclass of its own: this is no field.
-    users_gradient_accumulation_steps: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "gradient_accumulation_steps": self.users_gradient_accumulation_steps}
-
-
-def one_item_per_step(config: GRPOConfig, asked: Asked) -> GRPOConfig:
-    """A copy with accumulation 1, and checkpointing as the model was asked for where `config` leaves it open.
-
-    `dataclasses.replace` would run `__post_init__` again and reset accelerate.
-    """
-    args = copy.copy(config)
-    args.__class__ = _StepArguments
-    assert isinstance(args, _StepArguments)
-    args.users_gradient_accumulation_steps = config.gradient_accumulation_steps
-    args.gradient_accumulation_steps = 1
-    args.enable_jit_checkpoint = False  # every SIGTERM saves a checkpoint
-    if asked.checkpointing is not None:
-        _set_checkpointing(args, asked)
-    return args
-
-
-def _set_checkpointing(args: GRPOConfig, asked: Asked) -> None:
-    names = {f"{kind}_checkpointing{end}" for kind in ("gradient", "activation") for end in ("", "_kwargs")}
-    if names & args.explicit_fields:
-        if bool(args.gradient_checkpointing) != asked.checkpointing:
-            logger.warning(
-                "gradient_checkpointing=%r in GRPOConfig, and use_gradient_checkpointing of the model said otherwise: "
-                "GRPOConfig counts.",
-                args.gradient_checkpointing,
-            )
-        return
-    args.gradient_checkpointing = args.activation_checkpointing = bool(asked.checkpointing)
-    # On the CPU they are in host memory already.
-    if asked.offload and args.device.type != "cpu":
-        args.offload_activations = True
-
-
-class UnchangedIsTold(TrainerCallback):
-    """Says so where training has left every weight as it was: the saved model would be the one that was loaded."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._start, self._first_step = weight_sums(model), state.global_step
-
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        steps = state.global_step - self._first_step
-        if steps and weight_sums(model) == self._start:
-            reason = "learning_rate is 0" if not args.learning_rate else "no step had a gradient (see live_group_share)"
-            logger.warning(
-                "%s changed none of the %s: %s. The saved model is the one that training began with.",
-                counted(steps, "optimizer step"),
-                counted(len(self._start), "trainable parameter"),
-                reason,
-            )
-
-
-def policy(
-    model: Any, config: GRPOConfig, *, processing_class: Any = None, quantization_config: Any, peft_config: Any
-) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The model to train, loaded where it is given by name, with a fresh adapter where one is asked for; and the
-    tokenizer: the one that was given, that of the adapter with which training goes on, or the model's own.
-    """
-    of_adapter = None
-    if peft_config is not None:
-        check_adapter_config(peft_config)  # before anything is loaded
-    if isinstance(model, str):
-        kwargs = mapping(config.model_init_kwargs) or {}
-        adapter = find_adapter(model, kwargs)
-        check_output_folder(config, model, adapter, adds_adapter=peft_config is not None)
-        model, of_adapter = load_named(
-            model,
-            adapter,
-            kwargs,
-            trust_remote_code=config.trust_remote_code,
-            quantization_config=quantization_config,
-        )
-    elif config.model_init_kwargs or quantization_config is not None:
-        raise ConfigError(
-            "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
-            "given. Pass the model's name, or load it with these arguments yourself."
-        )
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model is {type(model).__name__}; give a causal language model, or the name or path of one.")
-    check_causal(model)
-    tokenizer = _tokenizer(model, config, of_adapter if processing_class is None else processing_class)
-    if config.added_tokens:
-        peft_config = add_tokens(model, tokenizer, config.added_tokens, peft_config)
-    if peft_config is not None:
-        model = add_adapter(model, peft_config, revision=(mapping(config.model_init_kwargs) or {}).get("revision"))
-    return model, tokenizer
-
-
-def check_output_folder(config: GRPOConfig, model: str, adapter: SavedAdapter | None, *, adds_adapter: bool) -> None:
-    """What training starts from is needed again: to repeat or resume the run, for its reference policy and its adapter.
-
-    Args:
-        adapter: what `model` names, if it is one.
-        adds_adapter: a fresh one is put on the model, whose own files may then lie beside those of the run.
+def resolve_arguments(model: Any, args: Any, processing_class: Any, tokenizer: Any) -> tuple[Any, GRPOConfig, Any]:
+    """Model, configuration and tokenizer as they were given, with defaults and old names resolved.
 
     Raises:
-        ConfigError: the run would write in its place, or move it aside as an earlier run.
+        ConfigError: `args` is not a GRPOConfig, or the tokenizer was given under both of its names.
     """
-    output, start = Path(str(config.output_dir)).resolve(), Path(model if adapter is None else adapter.folder).resolve()
-    manifest = output / "manifest.json"
-    is_whole_run = manifest.is_file() and read_json(manifest).get("adapter") is None
-    stays = adds_adapter and adapter is None and not is_whole_run
-    is_checkpoint = output == start.parent and start.name.startswith("checkpoint-")
-    if (output == start and not stays) or is_checkpoint:
-        raise ConfigError(
-            f"output_dir={config.output_dir!r} is the folder of the {'model' if adapter is None else 'adapter'} that "
-            "training starts from, which would be overwritten, or moved. Choose another folder."
-        )
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if args is None:
+        name = model if isinstance(model, str) else model_name_or_path(model)
+        args = GRPOConfig(f"{Path(name).name or 'model'}-GRPO")
+    model = resolve_latest(model) if isinstance(model, str) else model
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(f"args is {type(args).__name__}; it must be a grupo.GRPOConfig.")
+    if tokenizer is None:
+        return model, args, processing_class
+    if processing_class is not None:
+        raise ConfigError("tokenizer= is the old name of processing_class=, and both were given. Pass one.")
+    logger.warning("tokenizer= is the old name of processing_class=; it is used as that.")
+    return model, args, tokenizer
 
 
-def _tokenizer(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer that was given, or the model's own, with the chat template that the configuration names."""
-    if processing_class is None:
-        processing_class = load_tokenizer(
-            model, mapping(config.model_init_kwargs), trust_remote_code=config.trust_remote_code
-        )
-    if not isinstance(processing_class, PreTrainedTokenizerBase):
-        raise UnsupportedError(
-            f"processing_class is {type(processing_class).__name__}; only tokenizers are supported so far, not the "
-            "processors of vision models."
-        )
-    return set_chat_template(processing_class, config.chat_template) if config.chat_template else processing_class
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Rewards and datasets that have passed every check that needs no model."""
+
+    rewards: RewardRunner
+    train_dataset: Any
+    eval_dataset: Any
 
 
-def check_optimizer(optimizer: Any, model: Any, config: GRPOConfig) -> None:
-    """An optimizer that was made for other parameters would move none of those that have gradients.
+def check_without_model(
+    config: GRPOConfig,
+    reward_funcs: RewardFunctions | None,
+    reward_processing_classes: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+) -> Inputs:
+    """Refuses what can be refused before a model is loaded.
 
     Raises:
-        ConfigError: it lacks trainable parameters of the model; None was given, and `optim` does not fit the model.
+        ConfigError, DataError, RewardError: with what to set instead.
     """
-    if optimizer is None:
-        check_optimizer_arguments(config, model)
-        return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    missing = sum(id(parameter) not in held for parameter in trainable)
-    if missing:
-        raise ConfigError(
-            f"The optimizer in `optimizers` lacks {missing} of the model's "
-            f"{counted(len(trainable), 'trainable parameter')}, which would never move. Make it from the model that is "
-            "trained, after its adapter was added; freeze what is not to be trained with requires_grad_(False)."
-        )
-
-
-def warn_of_rounding(model: Any, learning_rate: float) -> None:
-    """A step of AdamW is about `learning_rate` in size, and less than half of a weight's last place is rounded away."""
-    low = [p.detach() for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
-    total = sum(parameter.numel() for parameter in low)
-    lost = sum(int((p.abs() * (torch.finfo(p.dtype).eps / 4) > learning_rate).sum()) for p in low)
-    if 2 * lost > total:
-        logger.warning(
-            "%.0f%% of the trained weights are kept in %s, in which a step of learning_rate=%g is rounded away: they "
-            "will not move. Load the model in float32 (bf16=True computes in bfloat16 all the same), or train an "
-            "adapter.",
-            100 * lost / total,
-            str(low[0].dtype).removeprefix("torch."),
-            learning_rate,
-        )
-
-
-def mapping(value: Any) -> Mapping[str, Any] | None:
-    """The configuration has parsed what a command line gave as text."""
-    assert value is None or isinstance(value, Mapping)
-    return value
-
-
-def refuse_unsupported(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise UnsupportedError(f"{name} is not supported by this version of grupo. Leave it out.")
+    check_writable(Path(str(config.output_dir)))
+    rewards = reward_runner(reward_funcs, config, reward_processing_classes)
+    train_dataset, eval_dataset = as_row_dataset(train_dataset), as_row_datasets(eval_dataset)
+    StepPlan.from_config(config, num_prompts=None if train_dataset is None else dataset_length(train_dataset))
+    for dataset in [train_dataset, *named_datasets(eval_dataset).values()]:
+        check_columns(rewards, dataset)
+    check_curriculum_column(config.curriculum_column, train_dataset)
+    check_best_metric(config, eval_dataset)
+    return Inputs(rewards=rewards, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 
 def reward_runner(
@@ -238,166 +115,40 @@ def reward_runner(
 ) -> RewardRunner:
     if reward_funcs is None:
         raise ConfigError("GRPOTrainer needs reward_funcs: one function, or a list of functions, of the completions.")
-    functions = with_reward_models(
+    functions = wrap_reward_models(
         reward_funcs,
         reward_processing_classes,
-        chat_template_kwargs=mapping(config.chat_template_kwargs),
+        chat_template_kwargs=as_mapping(config.chat_template_kwargs),
         trust_remote_code=config.trust_remote_code,
     )
     rewards = RewardRunner(functions, timeout=config.reward_timeout)
     if config.reward_weights is not None and len(config.reward_weights) != len(rewards.names):
         raise ConfigError(
-            f"reward_weights has {counted(len(config.reward_weights), 'number')} for "
-            f"{counted(len(rewards.names), 'reward function')} "
+            f"reward_weights has {pluralize(len(config.reward_weights), 'number')} for "
+            f"{pluralize(len(rewards.names), 'reward function')} "
             f"({', '.join(rewards.names)}). Give one weight per function, in the same order."
         )
     if config.reward_weights is not None and not any(config.reward_weights):
-        raise ConfigError(f"reward_weights={config.reward_weights}: with weights of 0 alone nothing is rewarded.")
+        raise ConfigError(f"reward_weights={config.reward_weights}: with no weight other than 0 nothing is rewarded.")
     return rewards
 
 
-def advantage_settings(config: GRPOConfig) -> AdvantageSettings:
-    return AdvantageSettings(
-        weights=None if config.reward_weights is None else tuple(config.reward_weights),
-        scale=config.scale_rewards,
-        aggregation=config.multi_objective_aggregation,
-        mask_truncated=config.mask_truncated_completions,
-        max_failed_share=config.max_failed_reward_share,
-        trained_per_group=config.num_generations_trained,
-    )
-
-
-def prompt_stream(config: GRPOConfig, rows: Sequence[TokenizedRow], plan: StepPlan) -> PromptStream:
-    """The order of the training prompts; one with a state only where what came of them has a say in it."""
-    per_window = plan.prompts_per_rollout * plan.rollouts_per_step
-    seed, shuffle = config.resolved_data_seed, config.shuffle_dataset
-    if not config.dynamic_sampling and config.curriculum_column is None:
-        return PromptStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle)
-    curriculum = None
-    if config.curriculum_column is not None:
-        curriculum = Curriculum(
-            rows,
-            column=config.curriculum_column,
-            threshold=config.curriculum_threshold,
-            window=config.curriculum_window,
-            success_reward=config.curriculum_success_reward,
-            prompts_per_window=per_window,
-        )
-    return AdaptiveStream(rows, prompts_per_window=per_window, seed=seed, shuffle=shuffle, curriculum=curriculum)
-
-
-def refill(config: GRPOConfig, stream: PromptStream) -> Refill | None:
-    """Where groups without a signal are replaced from; None: they are not."""
-    if not config.dynamic_sampling:
-        return None
-    assert isinstance(stream, AdaptiveStream)
-    return Refill(stream.draw, config.dynamic_sampling_max_rounds)
-
-
-def objective(config: GRPOConfig) -> Objective:
-    return Objective(
-        loss_type=config.loss_type,
-        importance_sampling_level=config.importance_sampling_level,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        delta=config.delta,
-        beta=config.beta,
-        use_bias_correction_kl=config.use_bias_correction_kl,
-        off_policy_mask_threshold=config.off_policy_mask_threshold,
-        sapo_temperature_neg=config.sapo_temperature_neg,
-        sapo_temperature_pos=config.sapo_temperature_pos,
-        vespo_k_pos=config.vespo_k_pos,
-        vespo_lambda_pos=config.vespo_lambda_pos,
-        vespo_k_neg=config.vespo_k_neg,
-        vespo_lambda_neg=config.vespo_lambda_neg,
-        max_completion_length=config.sampling_spec().max_new_tokens,
-    )
-
-
-def entropy_controller(config: GRPOConfig) -> EntropyController | None:
-    if not config.use_adaptive_entropy:
-        return None
-    return EntropyController(
-        config.entropy_coef,
-        target=config.entropy_target,
-        delta=config.entropy_coef_delta,
-        minimum=config.entropy_coef_min,
-        maximum=config.entropy_coef_max,
-    )
-
-
-def compared_settings(config: GRPOConfig, plan: StepPlan) -> dict[str, Any]:
-    """Name -> plain value of the settings that a resumed run shares with the one that was interrupted."""
-    fields = (field.name for field in dataclasses.fields(config) if field.name not in FREE)
-    sampling = config.sampling_spec()
-    settings = {
-        **{name: _plain(getattr(config, name)) for name in fields},
-        **{name: getattr(sampling, name) for name in SAMPLING_FIELDS},
-        "stop": [*config.stop_texts, *sampling.stop_token_ids],
-        "data_seed": config.resolved_data_seed,
-        "reward_weights": config.reward_weights,
-        "per_device_train_batch_size": plan.micro_batch_size,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "steps_per_generation": plan.steps_per_generation,
-    }
-    if settings["lr_scheduler_type"] in WATCHING_SCHEDULES:
-        settings |= {name: _plain(getattr(config, name)) for name in WATCHED}
-    is_steady = settings["lr_scheduler_type"] in STEADY_SCHEDULES and not 0 < config.warmup_steps < 1
-    return settings if is_steady else {**settings, "steps": plan.total_steps(config.num_train_epochs, config.max_steps)}
-
-
-def _plain(value: Any) -> Any:
-    value = value.value if isinstance(value, Enum) else value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def check_best_metric(config: GRPOConfig, eval_dataset: Any) -> None:
-    """The base class would look for the metric only after the first evaluation."""
-    if config.metric_for_best_model is None or config.eval_strategy == "no":
-        return
-    chosen = f"metric_for_best_model={config.metric_for_best_model!r}"
-    name = config.metric_for_best_model.removeprefix("eval_")
-    if name == "loss":
-        raise ConfigError(f"{chosen}: there is no eval_loss, as it says nothing about progress. Set it to 'reward'.")
-    if isinstance(eval_dataset, Mapping) and not any(name.startswith(f"{dataset}_") for dataset in eval_dataset):
-        options = ", ".join(repr(f"{dataset}_reward") for dataset in eval_dataset)
-        raise ConfigError(f"{chosen}: eval_dataset has several datasets, so it must name one. Set it to {options}.")
-
-
-def check_watched_metric(watched: str | None, metrics: Mapping[str, float], rewards: Sequence[str]) -> None:
-    """An evaluation has the metric by which models are chosen, or learning rates follow.
-
-    Raises:
-        RewardError: it is one of rewards, and nothing was scored.
-        ConfigError: there is no metric of this name.
-    """
-    if watched is None or (name := f"eval_{watched.removeprefix('eval_')}") in metrics:
-        return
-    of_rewards = ("reward", "reward_std", *(f"rewards/{one}/{kind}" for one in rewards for kind in ("mean", "std")))
-    if name.endswith(of_rewards):
-        raise RewardError(
-            f"metric_for_best_model={watched!r}, and the evaluation has none, because no completion of it was scored: "
-            "the reward functions abstained on all of them. Evaluation needs prompts that a reward applies to."
-        )
-    raise ConfigError(
-        f"metric_for_best_model={watched!r} is no metric of an evaluation.{nearest(name, metrics)} It has "
-        f"{', '.join(sorted(metrics))}."
-    )
+def check_columns(rewards: RewardRunner, dataset: Any) -> None:
+    """Checks that the reward functions find their columns in a dataset, which may be None."""
+    if dataset is not None and dataset_length(dataset):
+        check_for_images(column_names(dataset))
+        rewards.check_columns(column_names(dataset))
 
 
 def named_datasets(dataset: Any) -> Mapping[str, Any]:
     return dataset if isinstance(dataset, Mapping) else {"": dataset}
 
 
-def plain_datasets(dataset: Any) -> Any:
+def as_row_datasets(dataset: Any) -> Any:
     """One dataset or several by name, pandas tables as rows."""
     if isinstance(dataset, Mapping):
-        return {name: plain_rows(part) for name, part in dataset.items()}
-    return plain_rows(dataset)
+        return {name: as_row_dataset(part) for name, part in dataset.items()}
+    return as_row_dataset(dataset)
 
 
 def dataset_length(dataset: Any) -> int:
@@ -414,6 +165,154 @@ def dataset_length(dataset: Any) -> int:
     return len(dataset)
 
 
-def only_item(items: list[int]) -> int:
-    (item,) = items
-    return item
+# ---- the model and what depends on its tokenizer ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedPolicy:
+    """The model that is trained, its tokenizer, and the numbers that follow from them."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    prompt_tokenizer: PromptTokenizer
+    stop_token_ids: tuple[int, ...]
+    vocabulary_size: int | None
+    """Rows of the embedding; None where the model does not tell."""
+    context_length: int | None
+    """Tokens of prompt and completion together, at most; None: no limit is known."""
+    trainable_parameters: int
+    total_parameters: int
+    load_options: LoadOptions
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def pad_token_id(self) -> int:
+        """An id for padding. Padding is never read, but an id without an embedding would be looked up all the same."""
+        pad = self.tokenizer.pad_token_id
+        return 0 if pad is None or pad >= (self.vocabulary_size or pad + 1) else int(pad)
+
+
+def load_model(
+    model: Any, config: GRPOConfig, *, processing_class: Any = None, quantization_config: Any, peft_config: Any
+) -> LoadedPolicy:
+    """The policy: loaded where it is given by name, with a fresh adapter where one is asked for.
+
+    Raises:
+        ConfigError, UnsupportedError: it cannot be trained, or its arguments do not fit each other.
+    """
+    model, tokenizer = load_policy_and_tokenizer(
+        model,
+        config,
+        processing_class=processing_class,
+        quantization_config=quantization_config,
+        peft_config=peft_config,
+    )
+    trainable, total = check_trainable(model)
+    options = load_options(model)
+    vocabulary = vocabulary_size(model)
+    check_stop_token_ids(config.sampling_spec().stop_token_ids, vocabulary)
+    check_vocab_consistency(model, tokenizer)
+    return LoadedPolicy(
+        model=model,
+        tokenizer=tokenizer,
+        prompt_tokenizer=PromptTokenizer(tokenizer, as_mapping(config.chat_template_kwargs)),
+        stop_token_ids=(*stop_token_ids(tokenizer, model), *encode_stop_strings(tokenizer, config.stop_strings)),
+        vocabulary_size=vocabulary,
+        context_length=min(filter(None, (context_length(model), options.max_seq_length)), default=None),
+        trainable_parameters=trainable,
+        total_parameters=total,
+        load_options=options,
+    )
+
+
+def load_policy_and_tokenizer(
+    model: Any, config: GRPOConfig, *, processing_class: Any = None, quantization_config: Any, peft_config: Any
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model to train, and its tokenizer: the given one, that of the adapter that training continues, or the model's
+    own."""
+    adapter_tokenizer = None
+    if peft_config is not None:
+        check_adapter_config(peft_config)  # before anything is loaded
+    if isinstance(model, str):
+        kwargs = as_mapping(config.model_init_kwargs) or {}
+        adapter = find_adapter(model, kwargs)
+        check_output_folder(config, model, adapter, adds_adapter=peft_config is not None)
+        model, adapter_tokenizer = load_named(
+            model,
+            adapter,
+            kwargs,
+            trust_remote_code=config.trust_remote_code,
+            quantization_config=quantization_config,
+        )
+    elif config.model_init_kwargs or quantization_config is not None:
+        raise ConfigError(
+            "model_init_kwargs and quantization_config apply when the model is loaded here, but a model object was "
+            "given. Pass the model's name, or load it with these arguments yourself."
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is {type(model).__name__}; give a causal language model, or the name or path of one.")
+    check_causal(model)
+    tokenizer = _tokenizer(model, config, adapter_tokenizer if processing_class is None else processing_class)
+    if config.added_tokens:
+        peft_config = add_tokens(model, tokenizer, config.added_tokens, peft_config)
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, revision=(as_mapping(config.model_init_kwargs) or {}).get("revision"))
+    return model, tokenizer
+
+
+def _tokenizer(model: Any, config: GRPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
+    """The given tokenizer, or the model's own, with the chat template that the configuration names."""
+    if processing_class is None:
+        processing_class = load_tokenizer(
+            model, as_mapping(config.model_init_kwargs), trust_remote_code=config.trust_remote_code
+        )
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise UnsupportedError(
+            f"processing_class is {type(processing_class).__name__}; only tokenizers are supported so far, not the "
+            "processors of vision models."
+        )
+    return set_chat_template(processing_class, config.chat_template) if config.chat_template else processing_class
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """Datasets as prompts that fit, and the batch plan that follows from their number."""
+
+    train_rows: Sequence[TokenizedRow]
+    eval_rows: Sequence[tuple[Any, Sequence[TokenizedRow]]]
+    """Each evaluation dataset with its rows."""
+    plan: StepPlan
+
+
+def tokenize(inputs: Inputs, policy: LoadedPolicy, config: GRPOConfig) -> TrainingData:
+    """Tokenizes all datasets: what cannot be evaluated is found now, not at the first evaluation."""
+    train = inputs.train_dataset
+    rows = [] if train is None else tokenized_rows(train, "training", policy, config)
+    plan = StepPlan.from_config(config, num_prompts=None if train is None else len(rows))
+    eval_rows = [
+        (dataset, tokenized_rows(dataset, "evaluation", policy, config))
+        for dataset in named_datasets(inputs.eval_dataset).values()
+        if dataset is not None
+    ]
+    return TrainingData(train_rows=rows, eval_rows=eval_rows, plan=plan)
+
+
+def tokenized_rows(dataset: Any, purpose: str, policy: LoadedPolicy, config: GRPOConfig) -> list[TokenizedRow]:
+    """The rows of a dataset as prompts that fit; `purpose` is named in the message about those that do not."""
+    rows = tokenize_rows(dataset, policy.prompt_tokenizer)
+    check_token_ids(rows, policy.vocabulary_size)
+    return apply_length_policy(
+        rows,
+        max_prompt_length=config.max_prompt_length,
+        overlong_prompts=config.overlong_prompts,
+        max_completion_length=config.sampling_spec().max_new_tokens,
+        context_length=policy.context_length,
+        what=purpose,
+    )
+
+
+def as_mapping(value: Any) -> Mapping[str, Any] | None:
+    """A field of the configuration that holds a mapping; what a command line gave as text has been parsed."""
+    assert value is None or isinstance(value, Mapping)
+    return value

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 logger = logging.getLogger("grupo")
 
@@ -64,7 +64,7 @@ ADAPTER_PASSED_ON = (
 """Arguments of get_peft_model that peft's LoraConfig gets as they are."""
 
 
-def settle(
+def resolve_kwargs(
     where: str,
     given: Mapping[str, Any],
     *,
@@ -84,7 +84,7 @@ def settle(
         if name not in (*without_effect, *refused, *passed_on):
             known = (*without_effect, *refused, *passed_on)
             raise ConfigError(
-                f"{where} has no argument {name!r}.{nearest(name, known)} docs/unsloth.md lists every argument."
+                f"{where} has no argument {name!r}.{did_you_mean(name, known)} docs/unsloth.md lists every argument."
             )
     idle = [name for name in given if name in without_effect]
     if idle:

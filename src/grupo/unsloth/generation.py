@@ -14,14 +14,15 @@ from safetensors import SafetensorError
 
 from grupo.data.prompts import PromptTokenizer
 from grupo.errors import ConfigError, DataError
-from grupo.models.load import context_length, ids_of_stop_texts, load_tokenizer, stop_token_ids
-from grupo.models.load_options import asked_of
-from grupo.models.peft_setup import undone_on_error
+from grupo.models.inspect import context_length, encode_stop_strings, stop_token_ids
+from grupo.models.load import load_tokenizer
+from grupo.models.load_options import load_options
+from grupo.models.peft_setup import rollback_on_error
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
-from grupo.sampling import SamplingSpec
-from grupo.sampling_params import RequestedSampling, SamplingParams, requested_sampling
+from grupo.sampling import SamplingOverrides, SamplingParams, SamplingSpec, sampling_overrides
 from grupo.types import Completion, Prompt
+from grupo.utils.quantized_layers import modes_restored
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,16 @@ def fast_generate(
             f"fast_generate has no argument {', '.join(map(repr, tensors))}. Sampling is set by sampling_params, as in "
             "sampling_params=SamplingParams(temperature=0.8, max_tokens=64)."
         )
-    requested = requested_sampling(SamplingParams() if sampling_params is None else sampling_params)
-    tokenizer = asked_of(model).tokenizer or load_tokenizer(model)
+    requested = sampling_overrides(SamplingParams() if sampling_params is None else sampling_params)
+    tokenizer = load_options(model).tokenizer or load_tokenizer(model)
     tokenize = PromptTokenizer(tokenizer)
     contents = _contents(prompts)
-    with _using_adapter(model, lora_request) as policy:
+    with _with_adapter(model, lora_request) as policy:
         requests = [
             Prompt(id=index, row=index, token_ids=tokenize(content), content=content)
             for index, content in enumerate(contents)
         ]
-        completions = _sampled(policy, tokenizer, requests, requested, _limit(model))
+        completions = _sampled(policy, tokenizer, requests, requested, _max_length(model))
     return [
         RequestOutput(
             request_id=str(prompt.id),
@@ -145,7 +146,7 @@ def _generate(model: Any, prompts: Any, sampling_params: Any, lora_request: Any,
         )
     if isinstance(prompts, torch.Tensor):
         tensors["input_ids"] = prompts
-    with _using_adapter(model, lora_request) as policy:
+    with _with_adapter(model, lora_request) as policy:
         return policy.generate(**tensors)
 
 
@@ -170,25 +171,25 @@ def _contents(prompts: Any) -> list[Any]:
     return contents
 
 
-def _limit(model: Any) -> int | None:
+def _max_length(model: Any) -> int | None:
     """Tokens of prompt and completion together, at most."""
-    lengths = [length for length in (asked_of(model).max_seq_length, context_length(model)) if length is not None]
+    lengths = [length for length in (load_options(model).max_seq_length, context_length(model)) if length is not None]
     return min(lengths, default=None)
 
 
 def _sampled(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], requested: RequestedSampling, limit: int | None
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], requested: SamplingOverrides, limit: int | None
 ) -> list[list[Completion]]:
     seed = int(torch.randint(2**62, ())) if requested.seed is None else requested.seed
     engine = LocalEngine(
         model,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        stop_token_ids=(*stop_token_ids(tokenizer, model), *ids_of_stop_texts(tokenizer, requested.stop)),
+        stop_token_ids=(*stop_token_ids(tokenizer, model), *encode_stop_strings(tokenizer, requested.stop)),
     )
     by_room: dict[int, list[GenerationRequest]] = {}
     for prompt in prompts:
         seeds = tuple(completion_seed(seed, "fast_generate", prompt.id, place) for place in range(requested.n or 1))
-        by_room.setdefault(_room(prompt, requested, limit), []).append(GenerationRequest(prompt, seeds))
+        by_room.setdefault(_max_new_tokens(prompt, requested, limit), []).append(GenerationRequest(prompt, seeds))
     found: dict[int, list[Completion]] = {}
     for room, requests in by_room.items():
         spec = SamplingSpec(max_new_tokens=room, stop_token_ids=requested.stop_token_ids, **requested.settings)
@@ -197,7 +198,7 @@ def _sampled(
     return [found[prompt.id] for prompt in prompts]
 
 
-def _room(prompt: Prompt, requested: RequestedSampling, limit: int | None) -> int:
+def _max_new_tokens(prompt: Prompt, requested: SamplingOverrides, limit: int | None) -> int:
     """Tokens of a completion, at most."""
     wanted = requested.max_tokens if requested.max_tokens_given else SamplingParams.max_tokens
     room = None if limit is None else limit - len(prompt.token_ids)
@@ -222,7 +223,7 @@ def _output(index: int, completion: Completion) -> CompletionOutput:
 
 
 @contextlib.contextmanager
-def _using_adapter(model: Any, request: Any) -> Iterator[Any]:
+def _with_adapter(model: Any, request: Any) -> Iterator[Any]:
     """The model with the adapter of the request, for as long; None: with its own."""
     from peft import PeftModel
 
@@ -233,27 +234,34 @@ def _using_adapter(model: Any, request: Any) -> Iterator[Any]:
     if path is None:
         raise ConfigError(f"lora_request is {type(request).__name__}; pass what model.load_lora(folder) returns.")
     _check_adapter_folder(path)
-    # peft freezes what is not active, and thaws what is.
+    # peft freezes what is not active, and thaws what is; and it calls model.eval().
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        if isinstance(model, PeftModel):
-            yield from _instead_of_own(model, os.fspath(path))
-        else:
-            with undone_on_error(model), _said_of(path):
-                wrapped = PeftModel.from_pretrained(model, os.fspath(path))
-            try:
-                yield wrapped
-            finally:
-                wrapped.unload()
+        with modes_restored(model):
+            if isinstance(model, PeftModel):
+                yield from _temporary_adapter(model, os.fspath(path))
+            else:
+                yield from _on_base(model, os.fspath(path))
     finally:
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
 
 
-def _instead_of_own(model: Any, path: str) -> Iterator[Any]:
+def _on_base(model: Any, path: str) -> Iterator[Any]:
+    from peft import PeftModel
+
+    with rollback_on_error(model), _adapter_errors(path):
+        wrapped = PeftModel.from_pretrained(model, path)
+    try:
+        yield wrapped
+    finally:
+        wrapped.unload()
+
+
+def _temporary_adapter(model: Any, path: str) -> Iterator[Any]:
     own, name = model.active_adapter, "of the request"
     try:
-        with _said_of(path):
+        with _adapter_errors(path):
             model.load_adapter(path, adapter_name=name)
         model.set_adapter(name)
         yield model
@@ -264,7 +272,7 @@ def _instead_of_own(model: Any, path: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _said_of(path: str | os.PathLike[str]) -> Iterator[None]:
+def _adapter_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -16,21 +16,16 @@ import torch
 from torch import nn
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.models.load import (
-    base_model,
-    context_length,
-    device_dtype,
-    dtype_named,
-    load_tokenizer,
-    supports_bfloat16,
-)
-from grupo.models.load_options import Asked, ask, asked_of
+from grupo.models.inspect import base_model, context_length
+from grupo.models.load import device_dtype, load_tokenizer, parse_dtype, supports_bfloat16
+from grupo.models.load_options import LoadOptions, load_options, set_load_options
 from grupo.models.peft_io import find_adapter, load_named
 from grupo.models.peft_setup import add_adapter, lora_config
-from grupo.models.quantization import quantization_config, spare_evaluation_mode
-from grupo.runs.latest import newest_model
+from grupo.models.quantization import quantization_config
+from grupo.runs.latest import resolve_latest
 from grupo.unsloth import arguments, generation, saving
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
+from grupo.utils.quantized_layers import set_evaluation_mode
 
 logger = logging.getLogger("grupo")
 
@@ -94,8 +89,8 @@ class FastLanguageModel:
         """
         if not isinstance(model_name, str | os.PathLike):
             raise ConfigError(f"model_name={model_name!r}: use the name of a model on the Hub, or a folder.")
-        model_name = newest_model(os.fspath(model_name))
-        passed_on = arguments.settle(
+        model_name = resolve_latest(os.fspath(model_name))
+        passed_on = arguments.resolve_kwargs(
             "from_pretrained",
             more,
             without_effect=arguments.LOADING_WITHOUT_EFFECT,
@@ -112,7 +107,7 @@ class FastLanguageModel:
         wanted = passed_on.pop("torch_dtype", None) if dtype is None else dtype
         if wanted is None:
             wanted = torch.float32 if full_finetuning else device_dtype()
-        dtype = dtype_named(wanted)
+        dtype = parse_dtype(wanted)
         quantization = None
         if kind in ("nf4", "int8"):
             asked = "load_in_8bit=True" if kind == "int8" else f"load_in_4bit={load_in_4bit or 'True, the default,'}"
@@ -132,9 +127,9 @@ class FastLanguageModel:
         _check_length(max_seq_length, context_length(model))
         if quantization is None and torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())
-        spare_evaluation_mode(model)
         checkpointing, offload = _checkpointing(use_gradient_checkpointing)
-        ask(model, Asked(tokenizer, max_seq_length, checkpointing, offload, trains_all=full_finetuning))
+        options = LoadOptions(tokenizer, max_seq_length, checkpointing, offload, full_finetuning)
+        set_load_options(model, options)
         return _with_methods(model), tokenizer
 
     @staticmethod
@@ -171,19 +166,19 @@ class FastLanguageModel:
             ConfigError: the model has another adapter already, or none of its modules is named in target_modules.
         """
         _check_is_model(model, "get_peft_model")
-        passed_on = arguments.settle(
+        passed_on = arguments.resolve_kwargs(
             "get_peft_model",
             more,
             without_effect=arguments.ADAPTER_WITHOUT_EFFECT,
             refused=arguments.ADAPTER_REFUSED,
             passed_on=arguments.ADAPTER_PASSED_ON,
         )
-        asked = asked_of(model)
+        options = load_options(model)
         checkpointing, offload = _checkpointing(use_gradient_checkpointing)
-        asked = replace(asked, checkpointing=checkpointing, offload=offload)
-        if asked.trains_all:
+        options = replace(options, checkpointing=checkpointing, offload=offload)
+        if options.full_finetuning:
             logger.warning("get_peft_model: the model was loaded with full_finetuning=True and gets no adapter.")
-            ask(model, asked)
+            set_load_options(model, options)
             return model
         if isinstance(random_state, bool) or not isinstance(random_state, int):
             raise ConfigError(f"random_state={random_state!r}: the seed of the adapter must be a whole number.")
@@ -208,7 +203,7 @@ class FastLanguageModel:
         else:
             if lora_dropout:
                 logger.warning(
-                    "lora_dropout=%s: dropout is off in rollouts and scoring, unless scoring_dropout=True is set in "
+                    "lora_dropout=%s: dropout is off in rollouts and scoring, unless logprob_dropout=True is set in "
                     "GRPOConfig.",
                     lora_dropout,
                 )
@@ -216,24 +211,24 @@ class FastLanguageModel:
             with torch.random.fork_rng():
                 torch.manual_seed(random_state)
                 model = add_adapter(model, config)
-        ask(model, asked)
+        set_load_options(model, options)
         return _with_methods(model)
 
     @staticmethod
     def for_inference(model: Any) -> Any:
         """Dropout and checkpointing off, for `model.generate`. `model.fast_generate` does not need it."""
         _check_is_model(model, "for_inference")
-        model.eval()
-        spare_evaluation_mode(model)
+        set_evaluation_mode(model)
         return model
 
     @staticmethod
     def for_training(model: Any, use_gradient_checkpointing: bool | str = True) -> Any:
         """Undoes `for_inference`. GRPOTrainer does not need it."""
         _check_is_model(model, "for_training")
-        asked = asked_of(model)
+        options = load_options(model)
         checkpointing, offload = _checkpointing(use_gradient_checkpointing)
-        ask(model, replace(asked, checkpointing=checkpointing, offload=offload or (checkpointing and asked.offload)))
+        offload = offload or (checkpointing and options.offload)
+        set_load_options(model, replace(options, checkpointing=checkpointing, offload=offload))
         model.train()
         return model
 
@@ -306,7 +301,7 @@ def _layers(model: Any, wanted: Sequence[int] | int | None, last: int | None) ->
         raise ConfigError("layers_to_transform and finetune_last_n_layers say the same: set one of them.")
     count = base_model(model).config.get_text_config().num_hidden_layers
     if not 1 <= last <= count:
-        raise ConfigError(f"finetune_last_n_layers={last}: the model has {counted(count, 'layer')}.")
+        raise ConfigError(f"finetune_last_n_layers={last}: the model has {pluralize(count, 'layer')}.")
     return list(range(count - last, count))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from grupo import export
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.models.load import base_model
-from grupo.models.load_options import asked_of
+from grupo.models.inspect import base_model
+from grupo.models.load_options import load_options
 from grupo.models.peft_io import has_new_tokens, save_adapter
 from grupo.models.quantization import arithmetic_dtype
 
@@ -32,7 +32,7 @@ def save_lora(model: Any, save_directory: str | Path, tokenizer: Any = None) -> 
         raise ConfigError("save_lora: the model has no adapter. FastLanguageModel.get_peft_model gives it one.")
     save_adapter(model, save_directory)
     if tokenizer is None and has_new_tokens(model):
-        tokenizer = asked_of(model).tokenizer
+        tokenizer = load_options(model).tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(str(save_directory))
 
@@ -46,7 +46,7 @@ def save_pretrained_merged(
         UnsupportedError: another save_method.
     """
     _check_method(save_method)
-    tokenizer = tokenizer or asked_of(model).tokenizer
+    tokenizer = tokenizer or load_options(model).tokenizer
     if save_method == "lora":
         save_lora(model, save_directory, tokenizer)
     else:
@@ -88,7 +88,7 @@ def save_pretrained_gguf(
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{folder.resolve().name}-{kind.upper()}.gguf" for kind in kinds]
     for kind, file in zip(kinds, files, strict=True):
-        export.to_gguf(model, file, tokenizer=tokenizer or asked_of(model).tokenizer, quantization=kind)
+        export.to_gguf(model, file, tokenizer=tokenizer or load_options(model).tokenizer, quantization=kind)
     return files
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grupo.errors import ConfigError
 from grupo.rewards import RewardRunner, code_reward, extract_code
-from grupo.rewards.code.reward import judge_code
+from grupo.rewards.code.reward import run_tests
 from grupo.rewards.code.sandbox import runner as sandbox
 from grupo.rewards.code.sandbox.runner import Limits
 from grupo.rewards.code.test_cases import AssertTest, FunctionTest, OutputTest, ScriptTest, read_tests, same_value
@@ -33,9 +33,8 @@ def fenced(code, language="python"):
 # ---- extraction
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
+def test_the_last_closed_block_is_the_program():
+    for text, code in [
         (fenced("x = 1"), "x = 1\n"),
         (fenced("x = 1", "py"), "x = 1\n"),
         (fenced("x = 1", "Python3"), "x = 1\n"),
@@ -46,17 +45,13 @@ def fenced(code, language="python"):
         ("```python\r\nx = 1\r\n```", "x = 1\n"),
         ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
         ("```python title='a'\nx = 1\n```", "x = 1\n"),
-        (fenced("x = 1", ""), None),
-        (fenced("x = 1", "cpp"), None),
-        ("```python\nx = 1", None),
-        ("```python\n\n```", None),
-        ("x = 1", None),
-        ("inline ```python x = 1```", None),
-        ("", None),
-    ],
-)
-def test_the_last_closed_block_is_the_program(text, code):
-    assert extract_code(text) == code
+    ]:
+        assert extract_code(text) == code, text
+    for text in (
+        *(fenced("x = 1", ""), fenced("x = 1", "cpp"), "```python\nx = 1", "```python\n\n```", "x = 1", ""),
+        "inline ```python x = 1```",
+    ):
+        assert extract_code(text) is None, text
 
 
 def test_whole_texts_are_programs_only_when_asked_and_unfenced():
@@ -92,10 +87,10 @@ def test_forms_of_tests():
         ("", "not JSON"),
         ("[1", "not JSON"),
         ({"input": ""}, "a dict instead of a list"),
-        ([3], "a int is no test"),
+        ([3], "a int is not a test"),
         ([{}], "keys none"),
         ([{"input": "1"}], "keys input"),
-        ([{"input": 1, "output": "1"}], "must be texts"),
+        ([{"input": 1, "output": "1"}], "must be strings"),
         ([{"function": "f"}], "keys function"),
         ([{"function": "f", "expected": 1, "arguments": [1]}], "keys arguments"),
         ([{"function": "f", "args": 3, "expected": 1}], "'args' must be a list"),
@@ -136,9 +131,8 @@ def test_asserts_are_cut_between_program_and_expectation(code, calls, conditions
     assert conditions is None or list(test.conditions) == conditions
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_what_cannot_be_split_runs_as_a_whole():
+    for code in (
         "assert all(f(x) == x for x in range(3))",
         "x = f(1)\nassert x == 2",
         "for x in (1, 2):\n    assert f(x)",
@@ -146,34 +140,22 @@ def test_asserts_are_cut_between_program_and_expectation(code, calls, conditions
         "assert (y := f(1)) == 2 and y",
         "assert f'{f(1)}' == '2'",
         "assert 1 == 1",
-    ],
-)
-def test_what_cannot_be_cut_runs_as_a_whole(code):
-    assert [type(test) for test in read_tests([code])] == [ScriptTest]
+    ):
+        assert [type(test) for test in read_tests([code])] == [ScriptTest], code
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "same"),
-    [
-        ([1, (2, 3)], [1, [2, 3]], True),
-        ((1,), [1, 2], False),
-        (0.1 + 0.2, 0.3, True),
-        (3, 3.0, True),
-        (0.3001, 0.3, False),
-        (float("nan"), float("nan"), True),
-        (10**400, 1.0, False),
-        ("1", 1, False),
-        ({"a": (1,)}, {"a": [1]}, True),
-        ({"a": 1}, {"b": 1}, False),
-        ({1, 2}, {2, 1}, True),
-        ([1, 2], {1, 2}, False),
-        (None, 0, False),
-        ("ab", ["a", "b"], False),
-        (float("inf"), 1e308, False),
-    ],
-)
-def test_values_that_are_the_same(found, expected, same):
-    assert same_value(found, expected) is same
+def test_values_that_are_equal():
+    nan = float("nan")
+    for found, expected in [
+        *(([1, (2, 3)], [1, [2, 3]]), (0.1 + 0.2, 0.3), (3, 3.0), (nan, nan), ({"a": (1,)}, {"a": [1]})),
+        ({1, 2}, {2, 1}),
+    ]:
+        assert same_value(found, expected) is True, (found, expected)
+    for found, expected in [
+        *(((1,), [1, 2]), (0.3001, 0.3), (10**400, 1.0), ("1", 1), ({"a": 1}, {"b": 1}), ([1, 2], {1, 2}), (None, 0)),
+        *(("ab", ["a", "b"]), (float("inf"), 1e308)),
+    ]:
+        assert same_value(found, expected) is False, (found, expected)
 
 
 # ---- verdicts
@@ -182,8 +164,8 @@ def test_values_that_are_the_same(found, expected, same):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_right_program_passes_and_a_wrong_one_does_not(form):
     tests = read_tests(FORMS[form])
-    assert judge_code(RIGHT, tests, LIMITS).is_right
-    verdict = judge_code("def add(a, b):\n    return a - b", tests, LIMITS)
+    assert run_tests(RIGHT, tests, LIMITS).is_right
+    verdict = run_tests("def add(a, b):\n    return a - b", tests, LIMITS)
     assert verdict.passed == 0 and set(verdict.faults) == {"wrong_output"}
 
 
@@ -193,9 +175,9 @@ def test_printed_output_is_compared_by_lines():
         "a, b = map(int, input().split())\nif __name__ == '__main__':\n"
         "    print(a + b, ' ')\n    print()\n    print(a * b)"
     )
-    assert judge_code(program, tests, LIMITS).is_right
-    assert judge_code(program.replace("print()", ""), tests, LIMITS).faults == ("wrong_output",)
-    assert judge_code(program + "\nexit(1)", tests, LIMITS).faults == ("exception",)
+    assert run_tests(program, tests, LIMITS).is_right
+    assert run_tests(program.replace("print()", ""), tests, LIMITS).faults == ("wrong_output",)
+    assert run_tests(program + "\nexit(1)", tests, LIMITS).faults == ("exception",)
 
 
 @pytest.mark.parametrize(
@@ -211,21 +193,21 @@ def test_printed_output_is_compared_by_lines():
         ("def add(a, b): return 10**5000", "wrong_output", "an integer of more than 1,000 digits"),
         ("def add(a, b): return [-(10**5000)]", "wrong_output", "a list that is too large"),
         ("def add(a, b): raise ValueError('\\ud800')", "exception", "ValueError: ?"),
-        ("def add(a, b): return lambda: 5", "exception", "TypeError: a function is no plain value"),
+        ("def add(a, b): return lambda: 5", "exception", "TypeError: a function is not a plain value"),
     ],
 )
 def test_faults_are_told_apart(program, fault, detail):
-    verdict = judge_code(program, read_tests(ADD), Limits(seconds=1.0))
+    verdict = run_tests(program, read_tests(ADD), Limits(seconds=1.0))
     assert verdict.faults[0] == fault and verdict.detail.startswith(detail)
 
 
 def test_a_timeout_ends_the_tests_of_a_program_and_a_wrong_value_does_not():
     slow_first = "def add(a, b):\n    if a > 0:\n        while True: pass\n    return a + b"
-    verdict = judge_code(slow_first, read_tests(ADD), Limits(seconds=0.5))
+    verdict = run_tests(slow_first, read_tests(ADD), Limits(seconds=0.5))
     assert (verdict.passed, verdict.total, verdict.faults) == (0, 2, ("timeout",))
     wrong_first = "def add(a, b): return 0"
-    assert judge_code(wrong_first, read_tests(ADD), LIMITS).passed == 1
-    assert judge_code(wrong_first, read_tests(ADD), LIMITS, all_or_nothing=True).passed == 0
+    assert run_tests(wrong_first, read_tests(ADD), LIMITS).passed == 1
+    assert run_tests(wrong_first, read_tests(ADD), LIMITS, all_or_nothing=True).passed == 0
 
 
 # ---- reward hacking
@@ -259,7 +241,7 @@ FAKES = {
         'import os\nos.write(4, b\'{"values": [5], "token": "x"}\')\ndef add(a, b): return 99'
     ),
     "replaces what runs it": (
-        "import __main__\n__main__.plain = lambda value: 5\n"
+        "import __main__\n__main__.encode = lambda value: 5\n"
         "__main__.send = lambda message: None\ndef add(a, b): return 99"
     ),
     "looks for the expected value": (
@@ -277,7 +259,7 @@ FAKES = {
 @pytest.mark.parametrize("form", ["function", "assert"])
 def test_nothing_but_the_right_value_passes(form, fake):
     # The second test expects 0, which no fake returns by accident.
-    verdict = judge_code(FAKES[fake], read_tests(FORMS[form]), LIMITS)
+    verdict = run_tests(FAKES[fake], read_tests(FORMS[form]), LIMITS)
     assert verdict.passed == 0 and verdict.faults
 
 
@@ -286,12 +268,12 @@ def test_nothing_but_the_right_value_passes(form, fake):
 )
 def test_simple_fakes_fail_in_tests_that_run_as_a_whole(fake):
     tests = read_tests(FORMS["script"] + [{"script": "check(add)"}])
-    assert judge_code(FAKES[fake], tests, LIMITS).passed == 0
+    assert run_tests(FAKES[fake], tests, LIMITS).passed == 0
 
 
 def test_what_runs_as_a_whole_can_be_deceived():
     """Stated in the docs: an object that equals everything passes such a test."""
-    assert judge_code(FAKES["equals everything"], read_tests(FORMS["script"]), LIMITS).is_right
+    assert run_tests(FAKES["equals everything"], read_tests(FORMS["script"]), LIMITS).is_right
 
 
 def test_expected_values_do_not_reach_the_program():
@@ -303,7 +285,7 @@ def test_expected_values_do_not_reach_the_program():
         "    return 'EXP' + 'ECTED' in ''.join(seen)"
     )
     tests = read_tests([{"function": "add", "args": [1, 2], "expected": "EXPECTED"}, "assert add(1, 2) == 'EXPECTED'"])
-    verdict = judge_code(program, tests, LIMITS)
+    verdict = run_tests(program, tests, LIMITS)
     assert verdict.faults == ("wrong_output", "wrong_output") and verdict.detail == "False"
 
 
@@ -374,7 +356,7 @@ def test_wrong_arguments_are_refused(monkeypatch):
     monkeypatch.setattr(
         "grupo.rewards.code.reward.isolation", lambda: sandbox.Isolation(False, False, "no user namespaces")
     )
-    with pytest.raises(ConfigError, match=r"cannot be had here: no namespaces \(no user namespaces\)"):
+    with pytest.raises(ConfigError, match=r"is not possible here: no namespaces \(no user namespaces\)"):
         code_reward(require_isolation=True)
 
 
@@ -385,7 +367,7 @@ def test_extraction_never_fails(text, whole):
     assert code is None or code.strip()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     st.recursive(
         st.none() | st.text() | st.integers() | st.floats(),
@@ -420,5 +402,5 @@ def test_a_program_that_ends_its_supervisor_is_wrong_and_not_spared(monkeypatch)
     monkeypatch.setattr(
         "grupo.rewards.code.sandbox.runner.isolation", lambda: sandbox.Isolation(False, False, "asked for")
     )
-    verdict = judge_code("import os\nos.kill(os.getppid(), 9)\nwhile True: pass", read_tests(ADD[:1]), LIMITS)
+    verdict = run_tests("import os\nos.kill(os.getppid(), 9)\nwhile True: pass", read_tests(ADD[:1]), LIMITS)
     assert verdict.faults == ("exception",)

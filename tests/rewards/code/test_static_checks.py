@@ -40,7 +40,7 @@ CHEATS = {
     "def f():\n    from subprocess import run": "imports subprocess",
     "import importlib": "imports importlib",
     "import ctypes, math": "imports ctypes",
-    "from . import secrets": "imports relative to itself",
+    "from . import secrets": "uses a relative import",
     "from pathlib import Path\nPath('gold').read_text()": "imports pathlib",
     "import io": "imports io",
     "m = __import__('os')": "uses __import__",
@@ -51,30 +51,30 @@ CHEATS = {
     "open('/etc/passwd').read()": "uses open",
     "globals()['f'] = 1": "uses globals",
     "vars()": "uses vars",
-    "getattr(__builtins__, 'ev' + 'al')": "getattr with a name that is made up at run time",
+    "getattr(__builtins__, 'ev' + 'al')": "getattr with a computed name",
     "getattr(1, '__class__')": "getattr of __class__",
     "f = getattr\nf(1, 'x')": "uses getattr",
     "import operator\noperator.attrgetter('x.__globals__')": "attrgetter of x.__globals__",
-    "from operator import methodcaller as m, attrgetter\nattrgetter(name)": "attrgetter with a name that is made up",
-    "().__class__.__bases__[0].__subclasses__()": "reaches for __subclasses__",
-    "(lambda: 0).__globals__": "reaches for __globals__",
-    "(lambda: 0).__code__": "reaches for __code__",
-    "try: 1/0\nexcept Exception as e: e.__traceback__.tb_frame.f_back": "reaches for f_back",
+    "from operator import methodcaller as m, attrgetter\nattrgetter(name)": "attrgetter with a computed name",
+    "().__class__.__bases__[0].__subclasses__()": "accesses __subclasses__",
+    "(lambda: 0).__globals__": "accesses __globals__",
+    "(lambda: 0).__code__": "accesses __code__",
+    "try: 1/0\nexcept Exception as e: e.__traceback__.tb_frame.f_back": "accesses f_back",
     "import sys\nsys.modules['os']": "uses sys.modules",
     "import sys as s\ns._getframe()": "uses sys._getframe",
     "import sys\nsys.settrace(None)": "uses sys.settrace",
     "from sys import modules": "uses sys.modules",
     "import sys\nx = sys": "uses sys itself",
-    "import random\nrandom._os.system('ls')": "reaches for random._os",
-    "from random import _os": "reaches for random._os",
-    "import json\njson.codecs.open('x')": "reaches for the module codecs through json",
-    "from json import codecs": "reaches for the module codecs through json",
-    "import typing\ntyping.sys.modules": "reaches for the module sys through typing",
-    "from typing import sys": "reaches for the module sys through typing",
-    "import dataclasses as d\nd.builtins.open": "reaches for the module builtins through dataclasses",
-    "import enum\nenum.bltns": "reaches for enum.bltns",
-    "'{0.__class__}'.format(1)": "a format text that reaches for hidden attributes",
-    "class A:\n    def __eq__(self, other):\n        'any'\n        return True": "__eq__ is true whatever",
+    "import random\nrandom._os.system('ls')": "accesses random._os",
+    "from random import _os": "accesses random._os",
+    "import json\njson.codecs.open('x')": "accesses the module codecs through json",
+    "from json import codecs": "accesses the module codecs through json",
+    "import typing\ntyping.sys.modules": "accesses the module sys through typing",
+    "from typing import sys": "accesses the module sys through typing",
+    "import dataclasses as d\nd.builtins.open": "accesses the module builtins through dataclasses",
+    "import enum\nenum.bltns": "accesses enum.bltns",
+    "'{0.__class__}'.format(1)": "a format string that accesses hidden attributes",
+    "class A:\n    def __eq__(self, other):\n        'any'\n        return True": "__eq__ always returns True",
     "def add(a, b):\n    breakpoint()": "uses breakpoint",
 }
 
@@ -84,9 +84,9 @@ def test_clean_programs_show_no_sign(program):
     assert cheating_signs(program) == []
 
 
-@pytest.mark.parametrize("program", CHEATS)
-def test_cheats_are_named(program):
-    assert any(sign.startswith(CHEATS[program]) for sign in cheating_signs(program)), cheating_signs(program)
+def test_cheats_are_named():
+    for program, expected in CHEATS.items():
+        assert any(sign.startswith(expected) for sign in cheating_signs(program)), (program, cheating_signs(program))
 
 
 def test_the_list_decides():

@@ -86,7 +86,7 @@ def test_the_runner_hands_over_the_rendered_prompts() -> None:
 
 def test_a_batch_of_zeros_is_explained_once() -> None:
     reward = tag_format()
-    with pytest.warns(UserWarning, match=r"0 to all 3 .* 2 of them because <think> stands 0 times.*prompt_opens_first"):
+    with pytest.warns(UserWarning, match=r"0 to all 3 .* 2 of them because <think> occurs 0 times.*prompt_opens_first"):
         reward([REST, REST, "<think>"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -97,7 +97,7 @@ def test_other_distances_scores_and_tags() -> None:
     assert near(11, 1, distance=on_the_clock) == near(3, 1, distance=on_the_clock) > near(7, 1, distance=on_the_clock)
     assert near(1, 2, distance=lambda answer, gold: math.inf) == -1.0
     for broken in (-1.0, math.nan):
-        with pytest.raises(RewardError, match=r"distance of proximity is .* for 1 and 2"):
+        with pytest.raises(RewardError, match=r"distance function of proximity returned .* for 1 and 2"):
             near(1, 2, distance=lambda answer, gold, broken=broken: broken)
 
 

@@ -22,6 +22,7 @@ from transformers import (
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.errors import ConfigError
 from grupo.rewards import RewardRunner, RewardTable, make_reward, reward_model
+from grupo.rewards.library.reward_model import wrap_reward_models
 from grupo.types import RewardStatus
 from tiny import tiny_model, tiny_tokenizer
 from tiny_trainer import make_trainer
@@ -55,7 +56,7 @@ def plain_scores(model: Any, texts: list[str]) -> list[float]:
 
 
 def run(reward: Any, prompts: list[Any], completions: list[Any], **arguments: Any) -> RewardTable:
-    return RewardRunner(reward, **arguments).score(
+    return RewardRunner(wrap_reward_models(reward), **arguments).score(
         prompts=prompts, completions=completions, completion_ids=[[1]] * len(completions), columns={}
     )
 
@@ -158,7 +159,7 @@ def test_what_is_longer_than_the_model_abstains_and_is_counted(caplog: pytest.Lo
     assert table.metrics == {f"{reward.__name__}/too_long_share": [pytest.approx(1 / 3)]}
     run(reward, ["p"], ["x" * 20])
     (record,) = caplog.records
-    assert "takes 12 tokens, and 1 of 3 completions have more with their prompt (up to 13)" in record.getMessage()
+    assert "takes 12 tokens, and 1 of 3 completions are longer with their prompt (up to 13)" in record.getMessage()
     assert scores(run(reward_model(model, TOKENIZER, max_length=20), ["p"], ["x" * 12])) != [None]
 
 
@@ -196,77 +197,70 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_by_id_by_name_and_by_object_are_the_same(saved: Path) -> None:
     functions = [str(saved), reward_model(classifier(), TOKENIZER)]
-    runner = RewardRunner(functions)
+    runner = RewardRunner(wrap_reward_models(functions))
     assert functions[0] == str(saved), "the list of the caller is left as it is"
     assert runner.names == ("kind-reward", "LlamaForSequenceClassification")
     table = runner.score(prompts=PROMPTS, completions=COMPLETIONS, completion_ids=[[1]] * 4, columns={})
     assert [row[0] for row in table.scores] == pytest.approx([row[1] for row in table.scores], abs=1e-6)
     assert scores(run(make_reward("reward_model", model=str(saved)), PROMPTS, COMPLETIONS)) == scores(table)
-    assert RewardRunner(str(saved)).names == ("kind-reward",)
+    assert [reward.__name__ for reward in wrap_reward_models(str(saved))] == ["kind-reward"]
 
 
-def test_what_is_no_reward_model_is_refused(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a Linear, which is no model of transformers"):
-        RewardRunner(torch.nn.Linear(1, 1))
+def test_what_is_not_a_reward_model_is_refused(saved: Path, tmp_path: Path) -> None:
+    def prepare(model: Any) -> None:
+        RewardRunner(wrap_reward_models(model)).prepare("cpu")
+
+    with pytest.raises(ConfigError, match="a Linear, which is not a transformers model"):
+        wrap_reward_models(torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="with 2 labels; a reward model has one"):
-        RewardRunner([classifier(labels=2)])
+        wrap_reward_models([classifier(labels=2)])
+    for model in (str(saved), classifier()):
+        with pytest.raises(ConfigError, match=r"is a model and not a function: wrap it as .*reward_model"):
+            RewardRunner(model)
     with pytest.raises(ConfigError, match="batch_size=0"):
         reward_model(classifier(), batch_size=0)
     with pytest.raises(ConfigError, match=r"'./absent' cannot be loaded"):
-        RewardRunner("./absent").prepare("cpu")
+        prepare("./absent")
     with pytest.raises(ConfigError, match=r"tokenizer of the reward model .* cannot be loaded"):
-        RewardRunner(classifier()).prepare("cpu")
+        prepare(classifier())
     with pytest.raises(ConfigError, match="no chat template"):
         run(reward_model(classifier(), tiny_tokenizer(chat_template=None)), CHATS, ANSWERS)
     tiny_model().save_pretrained(tmp_path / "causal")
-    with pytest.raises(ConfigError, match=r"lack score\.weight, which would be random numbers"):
-        RewardRunner(str(tmp_path / "causal")).prepare("cpu")
+    with pytest.raises(ConfigError, match=r"lack score\.weight, so they would be random numbers"):
+        prepare(str(tmp_path / "causal"))
     classifier(labels=3).save_pretrained(tmp_path / "three")
     with pytest.raises(ConfigError, match=r"'.*three' cannot be loaded"):
-        RewardRunner(str(tmp_path / "three")).prepare("cpu")
+        prepare(str(tmp_path / "three"))
     causal = LlamaForCausalLM(LlamaConfig(**{**classifier().config.to_dict(), "num_labels": 1}))
     with pytest.raises(ConfigError, match="returned logits of shape"):
         run(reward_model(causal, TOKENIZER), PROMPTS, COMPLETIONS)
 
 
 def test_a_run_with_models_by_id_and_as_objects(saved: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": prompt} for prompt in PROMPTS]
-
-    def length(completions: list[str], **columns: Any) -> list[float]:
-        return [float(len(text)) for text in completions]
-
-    seen: dict[str, Any] = {}
+    seen: list[str] = []
 
     def capture(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        seen.update(texts=[p + c for p, c in zip(prompts, completions, strict=True)])
-        return [0.0] * len(prompts)
+        seen[:] = [p + c for p, c in zip(prompts, completions, strict=True)]
+        return [float(len(text)) for text in completions]
 
     model = classifier()
     before = [parameter.detach().clone() for parameter in model.parameters()]
+    config = GRPOConfig(
+        str(tmp_path), per_device_train_batch_size=8, num_generations=4, max_completion_length=6, max_steps=1,
+        use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+        gradient_checkpointing=False, learning_rate=0.1,
+    )  # fmt: skip
     trainer = GRPOTrainer(
         tiny_model(),
-        [str(saved), length, model, capture],
-        GRPOConfig(
-            str(tmp_path),
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=6,
-            max_steps=1,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-            learning_rate=0.1,
-        ),
-        train_dataset=rows,
+        [str(saved), model, capture],
+        config,
+        train_dataset=[{"prompt": prompt} for prompt in PROMPTS],
         processing_class=TOKENIZER,
-        reward_processing_classes=[None, None, TOKENIZER, None],
+        reward_processing_classes=[None, TOKENIZER, None],
     )
     trainer.train()
     (line,) = [line for line in trainer.state.log_history if "reward" in line]
-    expected = sum(plain_scores(model, seen["texts"])) / 8
+    expected = sum(plain_scores(model, seen)) / 8
     for name in ("kind-reward", "LlamaForSequenceClassification"):
         assert line[f"rewards/{name}/mean"] == pytest.approx(expected, abs=1e-5)
         assert line[f"rewards/{name}/failed_share"] == 0.0

@@ -28,9 +28,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "number_present": [{}, {"tag": ["<a>", "</a>"]}],
     "tag_count": [{}, {"tags": ["SOLUTION"], "tail_penalty": 0.01}, {"prompt_opens_first": True}],
     "tag_format": [{}, {"tags": ["answer"], "text_after": True, "score": 2.0}, {"prompt_opens_first": True}],
-    "language_consistency": [{}, {"scripts": ["cjk", "hiragana"]}],
-    **{f"gsm8k_{name}": [{}, {"compat": True}] for name in ("correctness", "integer", "tag_count")},
-    **{f"gsm8k_{name}_format": [{}, {"compat": True}, {"prompt_opens_first": True}] for name in ("strict", "soft")},
+    **{f"gsm8k_{name}_format": [{}, {"prompt_opens_first": True}] for name in ("strict", "soft")},
 }
 ELSEWHERE = {"code", "llm_judge", "reward_model", "countdown", "reasoning_gym"}
 """That start processes, ask servers, or take columns of their own; what they do with any text is tested beside them."""
@@ -53,12 +51,12 @@ COMPLETIONS = st.one_of(
 )
 VALUES = st.one_of(TEXTS, st.sampled_from(["7", "0", "-7", "1,000", "3/4", "", None, 7, 0.5, float("nan"), True]))
 PROMPTS = st.sampled_from(["p", "<think>\n"])
-ROWS = st.tuples(COMPLETIONS, VALUES, VALUES, st.lists(st.integers(0, 3), max_size=20), PROMPTS)
+ROWS = st.tuples(COMPLETIONS, VALUES, st.lists(st.integers(0, 3), max_size=20), PROMPTS)
 EMPTY = [None, "", " \n", [], [{"role": "assistant", "content": None}], [{"role": "assistant", "content": ""}]]
 
 
 def called(reward: Any, rows: list[Any]) -> list[float | None]:
-    completions, golds, words, ids, prompts = (list(column) for column in zip(*rows, strict=True))
+    completions, golds, ids, prompts = (list(column) for column in zip(*rows, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scores: list[float | None] = reward(
@@ -67,9 +65,6 @@ def called(reward: Any, rows: list[Any]) -> list[float | None]:
             completion_ids=ids,
             answer=golds,
             solution=golds,
-            keyword=words,
-            ideal=golds,
-            recipient=words,
         )
     return scores
 
@@ -92,20 +87,12 @@ def test_any_text_gets_a_score_in_the_range_whatever_its_neighbours(
 
 @pytest.mark.parametrize(("name", "arguments"), CASES)
 @settings(deadline=None, max_examples=30)
-@given(gold=VALUES.filter(lambda value: value != ""), words=VALUES, prompt=PROMPTS)
-def test_nothing_is_paid_for_nothing(name: str, arguments: dict[str, Any], gold: Any, words: Any, prompt: str) -> None:
+@given(gold=VALUES.filter(lambda value: value != ""), prompt=PROMPTS)
+def test_nothing_is_paid_for_nothing(name: str, arguments: dict[str, Any], gold: Any, prompt: str) -> None:
     """Not even with a length of 0 as the target: 0.0 is the best that a penalty gives."""
     reward = make_reward(name, **arguments)
-    for score in called(reward, [(completion, gold, words, [], prompt) for completion in EMPTY]):
+    for score in called(reward, [(completion, gold, [], prompt) for completion in EMPTY]):
         assert score is None or score <= 0.0
-
-
-def test_what_the_copied_code_pays_for_an_empty_completion() -> None:
-    """The one exception: with `compat=True`, where the gold text is empty too."""
-    reward = make_reward("gsm8k_correctness", compat=True)
-    assert reward(completions=["", None], answer=["", ""]) == [2.0, 2.0]
-    with pytest.warns(UserWarning, match="cannot read 2 of 2 gold answers"):
-        assert make_reward("gsm8k_correctness")(completions=["", None], answer=["", ""]) == [None, None]
 
 
 @pytest.mark.parametrize(("name", "arguments"), CASES)
@@ -114,7 +101,7 @@ def test_it_runs_behind_the_fence_and_pickles(name: str, arguments: dict[str, An
     lowest, highest = reward.value_range
     assert lowest < highest
     words = ["7", "seven"]
-    columns = {"answer": words, "solution": words, "keyword": words, "ideal": words, "recipient": words}
+    columns = {"answer": words, "solution": words}
     tables = []
     for function in (reward, pickle.loads(pickle.dumps(reward))):
         with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import torch
 from grupo.errors import DataError
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
-from grupo.rollout.local.token_sampling import draw_tokens, truncated_log_probs
+from grupo.rollout.local.token_sampling import sample_tokens, truncated_log_probs
 from grupo.rollout.scripted import ScriptedEngine
 from grupo.sampling import SamplingSpec
 from grupo.types import FinishReason, Prompt
@@ -126,7 +126,7 @@ def test_sampled_tokens_follow_the_exact_distribution():
     count = 20_000
     uniforms = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     spec = SamplingSpec(temperature=0.8)
-    drawn = draw_tokens(logits.expand(count, -1), spec, uniforms).token_ids
+    drawn = sample_tokens(logits.expand(count, -1), spec, uniforms).token_ids
     expected = torch.softmax(logits[0].double() / 0.8, -1) * count
     observed = torch.bincount(drawn, minlength=128).double()
     common = expected >= 5

@@ -8,13 +8,13 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from families import family_model
 from grupo.policy.batching import collate
-from grupo.policy.logprob_model import Scorer
+from grupo.policy.logprob_model import LogprobModel
 from grupo.rollout.engine import GenerationRequest, completion_seed
-from grupo.rollout.local.engine import LocalEngine, _without_holes
+from grupo.rollout.local.engine import LocalEngine, _compact_order
 from grupo.rollout.local.fused_layer import DecodingLayer
-from grupo.rollout.local.inference_copy import decoding_copy
+from grupo.rollout.local.inference_copy import make_inference_copy
 from grupo.sampling import SamplingSpec
-from grupo.types import Prompt, Sample
+from grupo.types import Prompt, TrainingSample
 from tiny import tiny_model
 
 IDS = torch.arange(10, 30)[None]
@@ -62,10 +62,10 @@ def test_the_copy_is_the_policy(settings):
         settings = {**settings, "target_modules": ["q_proj", "up_proj"]}
     model = adapted(base, **settings).eval()
     with torch.no_grad():
-        found, wanted = decoding_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits
+        found, wanted = make_inference_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     with torch.no_grad(), model.disable_adapter():
-        torch.testing.assert_close(decoding_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits)
+        torch.testing.assert_close(make_inference_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 FUSED = {
@@ -82,7 +82,7 @@ FUSED = {
 @pytest.mark.parametrize("make, layers", FUSED.values(), ids=FUSED)
 def test_layers_in_few_operators(make, layers, with_adapter):
     model = adapted(make()).eval() if with_adapter else make().eval()
-    copied = decoding_copy(model)
+    copied = make_inference_copy(model)
     assert sum(isinstance(module, DecodingLayer) for module in copied.modules()) == layers
     with torch.no_grad():
         found, wanted = copied(input_ids=IDS).logits, model(input_ids=IDS).logits
@@ -100,7 +100,7 @@ def test_a_hook_anywhere_in_a_layer_counts(part):
     layer.get_submodule(part).register_forward_hook(halved)
     with torch.no_grad():
         torch.testing.assert_close(
-            decoding_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5
+            make_inference_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5
         )
 
 
@@ -116,16 +116,16 @@ def test_layers_that_are_not_folded_are_told(settings, unfolded, caplog):
 def test_no_copy_of_what_a_copy_could_miss():
     model = tiny_model()
     model.forward = lambda *args, **kwargs: None
-    assert decoding_copy(model) is None
+    assert make_inference_copy(model) is None
     prompt_tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    assert decoding_copy(get_peft_model(tiny_model(), prompt_tuning)) is None
+    assert make_inference_copy(get_peft_model(tiny_model(), prompt_tuning)) is None
 
 
 def test_hooks_of_the_user_are_in_the_copy():
     model = tiny_model().eval()
     model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 0.5)
     with torch.no_grad():
-        torch.testing.assert_close(decoding_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits)
+        torch.testing.assert_close(make_inference_copy(model)(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 def test_training_weights_are_bit_identical_after_many_rollouts():
@@ -158,10 +158,10 @@ def test_the_plain_way_samples_the_same(max_rows):
     """Through the model's own cache, padded on the left."""
     model, spec = tiny_model(), SamplingSpec(max_new_tokens=40)
     plain = engine(model, max_rows=max_rows)
-    plain._takes_row_cache = False
+    plain._supports_row_cache = False
     fast = engine(model, max_rows=max_rows)
     wanted, found = plain.generate(requests(), spec), fast.generate(requests(), spec)
-    assert fast._takes_row_cache
+    assert fast._supports_row_cache
     assert [[c.token_ids for c in group] for group in found] == [[c.token_ids for c in group] for group in wanted]
 
 
@@ -169,7 +169,7 @@ def test_without_room_for_a_copy_the_model_itself_decodes(monkeypatch):
     model, spec = adapted(), SamplingSpec(max_new_tokens=20)
     wanted = engine(model).generate(requests(), spec)
     monkeypatch.setattr("grupo.rollout.local.engine.free_bytes", lambda device: 1000)
-    monkeypatch.setattr("grupo.rollout.local.engine.decoding_copy", None)
+    monkeypatch.setattr("grupo.rollout.local.engine.make_inference_copy", None)
     found = engine(model).generate(requests(), spec)
     assert [[c.token_ids for c in group] for group in found] == [[c.token_ids for c in group] for group in wanted]
 
@@ -180,16 +180,16 @@ def test_long_completions_move_through_the_cache():
     one = LocalEngine(model, decode=lambda ids: "", stop_token_ids=(1,), max_rows=2)
     groups = one.generate(requests(2), SamplingSpec(max_new_tokens=300))
     for prompt, group in zip(PROMPTS, groups, strict=True):
-        samples = [Sample(prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs) for c in group]
+        samples = [TrainingSample(prompt.token_ids, c.token_ids, 1.0, True, True, c.behavior_logprobs) for c in group]
         batch = collate(samples, pad_token_id=2, device=torch.device("cpu"))
         model.eval()
         with torch.no_grad():
-            scored = Scorer(model).score(model, batch).logprobs
+            scored = LogprobModel(model).logprobs(model, batch).logprobs
         torch.testing.assert_close(scored, batch.behavior_logprobs, rtol=0, atol=1e-4)
 
 
 def test_holes_are_filled_from_the_end():
-    assert _without_holes([0, 2, 3, 5]) == [0, 5, 2, 3]
-    assert _without_holes([]) == []
-    assert _without_holes([0, 1]) == [0, 1]
-    assert sorted(_without_holes([3, 4, 5])) == [3, 4, 5]
+    assert _compact_order([0, 2, 3, 5]) == [0, 5, 2, 3]
+    assert _compact_order([]) == []
+    assert _compact_order([0, 1]) == [0, 1]
+    assert sorted(_compact_order([3, 4, 5])) == [3, 4, 5]

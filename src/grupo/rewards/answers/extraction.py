@@ -15,7 +15,7 @@ from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers.exact_numbers import MAX_BITS
 from grupo.rewards.answers.latex import is_prose, plain_characters, read_answer, scale_of
 from grupo.types import content_text
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 NUMBER_NEEDED = "A gold answer is a number, or a text that is nothing but a number (behind `####` in GSM8K's form)."
 """What `gold_number` reads, as messages say it."""
@@ -140,8 +140,8 @@ class Extraction:
         unknown = [name for name in names if name not in _SOURCES]
         if unknown:
             raise ConfigError(
-                f"There is no source of answers named {unknown[0]!r}.{nearest(str(unknown[0]), _SOURCES)} The sources "
-                f"are {', '.join(_SOURCES)}."
+                f"There is no source of answers named {unknown[0]!r}.{did_you_mean(str(unknown[0]), _SOURCES)} The "
+                f"sources are {', '.join(_SOURCES)}."
             )
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"sources={names!r} is no order: give one or more of {', '.join(_SOURCES)}, each once.")
@@ -160,7 +160,9 @@ class Extraction:
         known = [field.name for field in fields(Extraction)]
         for name in given:
             if name not in known:
-                raise ConfigError(f"An extraction has no '{name}'.{nearest(name, known)} It takes {', '.join(known)}.")
+                raise ConfigError(
+                    f"An extraction has no '{name}'.{did_you_mean(name, known)} It takes {', '.join(known)}."
+                )
         return Extraction(**given)
 
     def find(self, text: str) -> Found:

@@ -1,8 +1,8 @@
-"""What is wrong with a set of rewards, found before training: `check_rewards` and its report.
+"""Finds faults of a set of rewards before training: `check_rewards`.
 
-Each reward is called on gold answers in many forms, on spoilt ones, on empty, very long and odd texts, and on sampled
-completions where there are some. What it does there is compared with what a reward must and should do; `FAULTS` of
-`report.py` has the names of all that is looked for.
+Each reward is called on gold answers in many forms, on corrupted ones, on empty, very long and odd texts, and on
+sampled completions if there are any. Its scores are compared with what a reward must and should do; `FAULTS` in
+`report.py` lists everything that is looked for.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from numbers import Real
 from typing import Any
 
 from grupo.errors import ConfigError, DataError, RewardError
-from grupo.rewards.checker.diagnostics import check_one, disagreements, faults_of_the_sum, measured
-from grupo.rewards.checker.probes import columns_of, forms, written_gold
-from grupo.rewards.checker.probing import Probing, Subject
+from grupo.rewards.checker.diagnostics import check_combined, check_one, disagreements, measure
+from grupo.rewards.checker.probes import answer_forms, columns_of, gold_text
+from grupo.rewards.checker.probing import ProbeSuite, RewardUnderTest
 from grupo.rewards.checker.report import FAULTS, RewardReport
-from grupo.rewards.execution.calls import Function
 from grupo.rewards.execution.runner import RewardRunner
-from grupo.rewards.library.format import Tagged
+from grupo.rewards.library.format import TagReward
+from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
 from grupo.rewards.verifiers.base import GoldVerifier, reward_from
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 
 def check_rewards(
-    rewards: Callable[..., Any] | Sequence[Callable[..., Any]],
+    rewards: RewardFunctions,
     samples: Sequence[Mapping[str, Any]],
     *,
     weights: Sequence[float] | None = None,
@@ -35,88 +35,91 @@ def check_rewards(
     timeout: float = 10.0,
     seconds_per_completion: float = 0.05,
 ) -> RewardReport:
-    """Looks for faults in rewards that are to be used together.
+    """Find faults of rewards that are used together.
 
     Args:
         rewards: reward functions, as for `GRPOTrainer`.
-        samples: dataset rows with `prompt` and the columns that the rewards need. Rows may hold `completion`, a text,
-            or `completions`, several, that a model has given: with 16 or more, saturation is measured on them.
-        weights: of the rewards in the sum; 1 each by default.
+        samples: dataset rows with `prompt` and the columns that the rewards need. Rows may hold sampled completions:
+            `completion`, a string, or `completions`, several. With 16 or more, saturation is measured on them.
+        weights: weights of the rewards in the sum; 1 each by default.
         gold_column: column with the right answers; by default that of the library's rewards, else `answer` or
             `solution`.
-        gold_form: how a right completion is written, with `{answer}` and perhaps `{reasoning}` in it. By default the
-            form, of some 40, that the rewards pay most for.
-        verifiers: verifiers of the library (`MathVerify`, `NumericCheck`), or more functions of the same kind (own
-            verifiers as `reward_from(...)`), that are not part of the sum; those that tell right from wrong are
-            compared with each other and with the rewards that do.
+        gold_form: template of a right completion, with `{answer}` and optionally `{reasoning}`. By default the form, of
+            some 40, that the rewards pay most for.
+        verifiers: verifiers of the library (`MathVerify`, `NumericCheck`), or reward functions (your own verifiers as
+            `reward_from(...)`), that are not part of the sum. Those that tell right from wrong are compared with each
+            other and with the rewards that do.
         timeout: seconds that one call may take.
-        seconds_per_completion: more than this is reported as slow.
+        seconds_per_completion: time per completion above which a reward is reported as slow.
 
     Raises:
         ConfigError: no reward, or not as many weights as rewards.
         DataError: no sample, or one without `prompt`.
     """
-    functions = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards)
+    functions = wrap_reward_models(rewards)
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
-            f"weights has {counted(len(weights), 'number')} for {counted(len(functions), 'reward')}; give one for each."
+            f"weights has {pluralize(len(weights), 'number')} for {pluralize(len(functions), 'reward')}; give one for "
+            "each."
         )
     if weights is not None and not all(isinstance(weight, Real) and math.isfinite(weight) for weight in weights):
-        raise ConfigError(f"weights={list(weights)!r:.80} are no finite numbers; give one for each reward.")
+        raise ConfigError(f"weights={list(weights)!r:.80} are not finite numbers; give one for each reward.")
     if not samples:
         raise DataError("There are no samples: give at least one row with a prompt.")
-    for place, row in enumerate(samples):
+    for index, row in enumerate(samples):
         if "prompt" not in row:
-            raise DataError(f"Sample {place} has no 'prompt'; it has {', '.join(map(str, row)) or 'nothing'}.")
+            raise DataError(f"Sample {index} has no 'prompt'; it has {', '.join(map(str, row)) or 'nothing'}.")
     vocabulary: dict[str, int] = {}
-    given = [float(weight) for weight in weights or [1.0] * len(functions)]
-    # What gives verdicts is made to give numbers.
-    opinions = [reward_from(one, right=1.0, wrong=0.0) if isinstance(one, GoldVerifier) else one for one in verifiers]
-    everyone: list[Any] = [*functions, *opinions]
-    names = RewardRunner(everyone).names
-    subjects = [
-        _subject(function, name, weight, timeout, vocabulary)
-        for function, name, weight in zip(everyone, names, [*given, *[0.0] * len(opinions)], strict=True)
+    all_weights = [float(weight) for weight in weights or [1.0] * len(functions)]
+    # Verifiers return verdicts; wrapped, they return numbers.
+    extra = [reward_from(one, right=1.0, wrong=0.0) if isinstance(one, GoldVerifier) else one for one in verifiers]
+    all_functions: list[Any] = [*functions, *extra]
+    names = RewardRunner(all_functions).names
+    tested = [
+        _reward_under_test(function, name, weight, timeout, vocabulary)
+        for function, name, weight in zip(all_functions, names, [*all_weights, *[0.0] * len(extra)], strict=True)
     ]
-    column = gold_column or _gold_column(everyone, samples)
+    column = gold_column or _gold_column(all_functions, samples)
     if gold_column is not None and gold_column not in samples[0]:
-        raise DataError(f"gold_column={gold_column!r} is no column of the samples: {', '.join(samples[0])}.")
-    for subject in subjects:
-        _check_columns(subject, samples)
-    expected = [function.marks for function in everyone if isinstance(function, Tagged)]
-    probing = Probing(subjects, samples, column, seconds_per_completion)
-    form = probing.find_form(forms(expected), gold_form)
-    probing.score_all(form)
-    for subject in subjects:
-        check_one(probing, subject)
-    faults = [fault for subject in subjects for fault in subject.faults.values()]
-    summed = subjects[: len(functions)]
-    unreliable = [subject.name for subject in summed if not subject.is_reliable()]
+        raise DataError(f"gold_column={gold_column!r} is not a column of the samples: {', '.join(samples[0])}.")
+    for reward in tested:
+        _check_columns(reward, samples)
+    expected = [function.delimiters for function in all_functions if isinstance(function, TagReward)]
+    suite = ProbeSuite(tested, samples, column, seconds_per_completion)
+    form = suite.find_form(answer_forms(expected), gold_form)
+    suite.score_all(form)
+    for reward in tested:
+        check_one(suite, reward)
+    faults = [fault for reward in tested for fault in reward.faults.values()]
+    summed = tested[: len(functions)]
+    unreliable = [reward.name for reward in summed if not reward.is_reliable()]
     if unreliable:
-        probing.skipped.append(f"the sum of the rewards, as long as {', '.join(unreliable)} cannot be relied on")
+        suite.skipped.append(f"the sum of the rewards, because {', '.join(unreliable)} cannot be relied on")
     else:
-        faults += faults_of_the_sum(probing, summed)
-    faults += disagreements(probing, [subject for subject in subjects if subject.is_reliable()])
+        faults += check_combined(suite, summed)
+    faults += disagreements(suite, [reward for reward in tested if reward.is_reliable()])
     return RewardReport(
         tuple(faults),
-        {subject.name: measured(probing, subject, summed) for subject in subjects},
+        {reward.name: measure(suite, reward, summed) for reward in tested},
         form.template,
-        tuple(probing.skipped),
+        tuple(suite.skipped),
     )
 
 
-def _subject(function: Any, name: str, weight: float, timeout: float, vocabulary: dict[str, int]) -> Subject:
-    spelt = Function.of(function, name)
+def _reward_under_test(
+    function: Any, name: str, weight: float, timeout: float, vocabulary: dict[str, int]
+) -> RewardUnderTest:
+    runner = RewardRunner([function], timeout=timeout)
     declared = getattr(function, "value_range", None)
     is_range = isinstance(declared, Sequence) and len(declared) == 2 and all(isinstance(one, Real) for one in declared)
     if declared is not None and not is_range:
-        raise ConfigError(f"{name} declares value_range={declared!r:.80}; it is the lowest and the highest value.")
-    return Subject(
-        RewardRunner([function], timeout=timeout),
+        raise ConfigError(f"{name} declares value_range={declared!r:.80}; give the lowest and the highest value.")
+    return RewardUnderTest(
+        runner,
         name,
         weight,
-        # Whoever asks for the tokens means their number, or how they repeat.
-        is_about_length="completion_ids" in spelt.named,
+        # A reward that takes the tokens is about their number or repetition.
+        is_about_length="completion_ids" in runner.functions[0].named,
         value_range=(float(declared[0]), float(declared[1])) if declared is not None else None,
         vocabulary=vocabulary,
     )
@@ -125,14 +128,14 @@ def _subject(function: Any, name: str, weight: float, timeout: float, vocabulary
 def _gold_column(functions: Sequence[Any], samples: Sequence[Mapping[str, Any]]) -> str | None:
     wanted = [getattr(function, "gold_column", None) for function in functions]
     for name in (*wanted, "answer", "solution"):
-        if isinstance(name, str) and any(written_gold(row.get(name)) is not None for row in samples):
+        if isinstance(name, str) and any(gold_text(row.get(name)) is not None for row in samples):
             return name
     return None
 
 
-def _check_columns(subject: Subject, samples: Sequence[Mapping[str, Any]]) -> None:
+def _check_columns(reward: RewardUnderTest, samples: Sequence[Mapping[str, Any]]) -> None:
     try:
-        subject.runner.check_columns(columns_of(samples))
+        reward.runner.check_columns(columns_of(samples))
     except (RewardError, DataError) as error:
-        subject.broken = True
-        subject.report("missing-column", str(error).removesuffix(" " + FAULTS["missing-column"]))
+        reward.broken = True
+        reward.add_fault("missing-column", str(error).removesuffix(" " + FAULTS["missing-column"]))

@@ -1,4 +1,4 @@
-"""The faults of a reward, and of several that are used together, by what they did in an examination."""
+"""Diagnoses faults of single rewards, and of rewards used together, from their scores on the probes."""
 
 from __future__ import annotations
 
@@ -9,214 +9,215 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from grupo.rewards.checker.probes import FILLER_WORDS, UNICODE, token_ids
-from grupo.rewards.checker.probing import CLOSE, Probe, Probing, Scores, Subject, score_text, shown
+from grupo.rewards.checker.probing import TOLERANCE, Probe, ProbeSuite, RewardUnderTest, Scores, excerpt, format_score
 from grupo.rewards.checker.report import Fault, Measure
 
 SATURATED = 0.95
-"""A reward that gives so large a share of completions its highest or lowest value hardly tells them apart."""
-LOST_BESIDE = 20.0
-"""A reward whose spread is so many times that of all others together leaves nothing of theirs."""
+"""Share of completions at its highest or lowest value from which a reward hardly distinguishes them."""
+DOMINANCE_RATIO = 20.0
+"""Ratio of a reward's spread to that of all others together from which the others have no effect."""
 DISAGREEMENT = 0.02
-"""Share of the answers on which two that tell right from wrong may differ."""
+"""Share of the answers on which two rewards that tell right from wrong may differ."""
 ORDINARY = ("gold", "wrong", "bare gold", "bare wrong", "30 more words", "120 more words", "sampled")
-"""Kinds of probe that look like what a model writes."""
+"""Kinds of probe that resemble completions of a model."""
 
 # Faults of one reward ------------------------------------------------------------------------------------------------
 
 
-def check_one(probing: Probing, subject: Subject) -> None:
-    if not subject.broken:
-        _check_batches(probing, subject)
-    if not subject.is_reliable():
+def check_one(suite: ProbeSuite, reward: RewardUnderTest) -> None:
+    if not reward.broken:
+        _check_batches(suite, reward)
+    if not reward.is_reliable():
         return
-    if not subject.known():
-        count = sum(map(len, subject.scores.values()))
-        if not subject.faults:
-            subject.report("abstains", f"It returned None for all {count} completions.")
+    if not reward.known():
+        count = sum(map(len, reward.scores.values()))
+        if not reward.faults:
+            reward.add_fault("abstains", f"It returned None for all {count} completions.")
         return
-    abstained = subject.scores["gold"].count(None)
-    if abstained > len(probing.rows) / 2 and not {"crash", "not-finite"} & subject.faults.keys():
-        subject.report("abstains", f"It has no score for {abstained} of {len(probing.rows)} right answers.")
-    if not _check_constant(subject):
-        _check_saturated(subject)
-    _check_empty(subject)
-    if not subject.is_about_length:
-        _check_newlines(probing, subject)
-        _check_length(subject)
-        if probing.has_gold:
-            _check_wrong_answers(probing, subject)
+    abstained = reward.scores["gold"].count(None)
+    if abstained > len(suite.rows) / 2 and not {"crash", "not-finite"} & reward.faults.keys():
+        reward.add_fault("abstains", f"It has no score for {abstained} of {len(suite.rows)} right answers.")
+    if not _check_constant(reward):
+        _check_saturated(reward)
+    _check_empty(reward)
+    if not reward.is_about_length:
+        _check_newlines(suite, reward)
+        _check_length(reward)
+        if suite.has_gold:
+            _check_wrong_answers(suite, reward)
 
 
-def _check_newlines(probing: Probing, subject: Subject) -> None:
-    """Each form with the reasoning in two lines, against the same in one line."""
-    scores = [score or 0.0 for score in subject.scores["forms"]]
+def _check_newlines(suite: ProbeSuite, reward: RewardUnderTest) -> None:
+    """Compare each form with the reasoning in two lines and in one line."""
+    scores = [score or 0.0 for score in reward.scores["forms"]]
     half = len(scores) // 2
-    count = half // (len(probing.candidates) // 2)
-    for place, form in enumerate(probing.candidates[: len(probing.candidates) // 2]):
+    count = half // (len(suite.candidates) // 2)
+    for place, form in enumerate(suite.candidates[: len(suite.candidates) // 2]):
         many = scores[place * count : (place + 1) * count]
         one = scores[half + place * count : half + (place + 1) * count]
-        if all(a < b - CLOSE for a, b in zip(many, one, strict=True)):
-            subject.report(
+        if all(a < b - TOLERANCE for a, b in zip(many, one, strict=True)):
+            reward.add_fault(
                 "newline-sensitive",
-                f"{shown(form.template)} earns {fmean(one):.3g} with the reasoning in one line, and {fmean(many):.3g} "
-                "with the same words in two.",
+                f"{excerpt(form.template)} earns {fmean(one):.3g} with the reasoning in one line, and "
+                f"{fmean(many):.3g} with the same words in two lines.",
             )
             return
 
 
-def _check_constant(subject: Subject) -> bool:
-    known = subject.known()
-    if max(known) - min(known) > CLOSE:
+def _check_constant(reward: RewardUnderTest) -> bool:
+    known = reward.known()
+    if max(known) - min(known) > TOLERANCE:
         return False
-    subject.report(
+    reward.add_fault(
         "constant", f"It returned {known[0]:g} for all {len(known)} completions, right, wrong and empty ones."
     )
     return True
 
 
-def _check_saturated(subject: Subject) -> None:
-    """At the top of what it ever gives, or at the bottom: on sampled completions, or else on the probes."""
-    low, high = min(subject.known()), max(subject.known())
-    sampled = subject.known("sampled")
+def _check_saturated(reward: RewardUnderTest) -> None:
+    """Count scores at its highest or lowest value, on sampled completions or else on the probes."""
+    low, high = min(reward.known()), max(reward.known())
+    sampled = reward.known("sampled")
     if len(sampled) >= 16:
         for bound, what in ((high, "highest"), (low, "lowest")):
-            count = sum(abs(score - bound) <= CLOSE for score in sampled)
+            count = sum(abs(score - bound) <= TOLERANCE for score in sampled)
             if count >= SATURATED * len(sampled):
-                subject.report(
+                reward.add_fault(
                     "saturated",
                     f"{count} of {len(sampled)} sampled completions get its {what} value, {bound:g}: almost no group "
-                    "differs.",
+                    "has different scores.",
                 )
-    elif not subject.is_about_length:
-        pool = subject.known("gold", "wrong", "bare gold", "bare wrong", "other wrong", "unicode", "very long")
-        count = sum(score >= high - CLOSE for score in pool)
+    elif not reward.is_about_length:
+        pool = reward.known("gold", "wrong", "bare gold", "bare wrong", "other wrong", "unicode", "very long")
+        count = sum(score >= high - TOLERANCE for score in pool)
         if pool and count >= SATURATED * len(pool):
-            subject.report(
+            reward.add_fault(
                 "saturated", f"{count} of {len(pool)} completions, right and wrong, get its highest value, {high:g}."
             )
 
 
-def _check_batches(probing: Probing, subject: Subject) -> None:
-    """The score of a completion must not depend on when, where and beside what it is scored."""
-    batch = probing.mixed()
+def _check_batches(suite: ProbeSuite, reward: RewardUnderTest) -> None:
+    """The score of a completion must not depend on the call, its position or the other completions."""
+    batch = suite.mixed()
     count = len(batch)
-    first = subject.score("mixed", batch)
+    first = reward.score("mixed", batch)
     started = time.perf_counter()
-    again = subject.score("mixed", batch)
+    again = reward.score("mixed", batch)
     seconds = (time.perf_counter() - started) / count
-    subject.seconds = seconds
-    if subject.broken:
+    reward.seconds = seconds
+    if reward.broken:
         return
-    if seconds > probing.slow:
-        subject.report(
-            "slow", f"It takes {seconds * 1000:.0f} ms per completion, {seconds * 64:.1f} s for 64; {count} were timed."
+    if seconds > suite.slow:
+        reward.add_fault(
+            "slow",
+            f"It takes {seconds * 1000:.0f} ms per completion, {seconds * 64:.1f} s for 64 ({count} were timed).",
         )
     if difference := _difference(batch, first, again):
-        subject.report("not-repeatable", f"Called twice on the same batch, {difference}.")
+        reward.add_fault("not-repeatable", f"Called twice on the same batch, {difference}.")
         return
-    turned = subject.score("mixed", batch[::-1])[::-1]
-    if difference := _difference(batch, first, turned):
-        subject.report("order-dependent", f"With the batch turned round, {difference}.")
+    reversed_batch = reward.score("mixed", batch[::-1])[::-1]
+    if difference := _difference(batch, first, reversed_batch):
+        reward.add_fault("order-dependent", f"With the batch in reverse order, {difference}.")
         return
     for parity in (0, 1):
-        strangers = [
+        changed = [
             probe if index % 2 == parity else (probe[0], UNICODE[index % len(UNICODE)])
             for index, probe in enumerate(batch)
         ]
-        beside = subject.score("mixed", strangers)
-        kept = [score if index % 2 == parity else first[index] for index, score in enumerate(beside)]
+        scores = reward.score("mixed", changed)
+        kept = [score if index % 2 == parity else first[index] for index, score in enumerate(scores)]
         if difference := _difference(batch, first, kept):
-            subject.report("neighbour-dependent", f"With other neighbours, {difference}.")
+            reward.add_fault("neighbour-dependent", f"With other completions in the batch, {difference}.")
             return
-    alone = [subject.score("mixed", [probe])[0] for probe in batch[:6]]
+    alone = [reward.score("mixed", [probe])[0] for probe in batch[:6]]
     if difference := _difference(batch[:6], first[:6], alone):
-        subject.report("neighbour-dependent", f"Scored alone, {difference}.")
+        reward.add_fault("neighbour-dependent", f"Scored alone, {difference}.")
 
 
 def _difference(batch: Sequence[Probe], first: Scores, second: Scores) -> str | None:
-    """The first probe on which two calls differ, and its two scores; None if they do not."""
+    """The first probe on which two calls differ, with its two scores; None if they agree."""
     for (_, text), a, b in zip(batch, first, second, strict=True):
-        is_same = a is b if a is None or b is None else math.isclose(a, b, rel_tol=CLOSE, abs_tol=1e-9)
+        is_same = a is b if a is None or b is None else math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=1e-9)
         if not is_same:
-            return f"{shown(text)} gets {score_text(a)} and {score_text(b)}"
+            return f"{excerpt(text)} gets {format_score(a)} and {format_score(b)}"
     return None
 
 
-def _check_empty(subject: Subject) -> None:
-    paid = max(subject.known("empty"), default=0.0)
-    if paid > CLOSE and not subject.is_about_length:
-        subject.report("pays-empty", f"It pays {paid:g} for an empty completion; right answers get "
-                                     f"{score_text(subject.mean('gold'))} on average.")  # fmt: skip
+def _check_empty(reward: RewardUnderTest) -> None:
+    paid = max(reward.known("empty"), default=0.0)
+    if paid > TOLERANCE and not reward.is_about_length:
+        reward.add_fault("pays-empty", f"It pays {paid:g} for an empty completion; right answers get "
+                                     f"{format_score(reward.mean('gold'))} on average.")  # fmt: skip
 
 
-def _check_length(subject: Subject) -> None:
-    """The same right answers behind more and more words."""
-    means = [subject.mean(f"{words} more words") for words in FILLER_WORDS]
+def _check_length(reward: RewardUnderTest) -> None:
+    """Compare the same right answers after more and more words."""
+    means = [reward.mean(f"{words} more words") for words in FILLER_WORDS]
     known = [mean for mean in means if mean is not None]
-    if len(known) < len(FILLER_WORDS) or subject.spread() <= CLOSE:
+    if len(known) < len(FILLER_WORDS) or reward.spread() <= TOLERANCE:
         return
     steps = [after - before for before, after in itertools.pairwise(known)]
     change = known[-1] - known[0]
-    ordinary = subject.known(*ORDINARY)  # not the very long texts, beside which any length is small
-    is_monotone = all(step >= -CLOSE for step in steps) or all(step <= CLOSE for step in steps)
-    if is_monotone and abs(change) > 0.1 * (max(ordinary) - min(ordinary)) + CLOSE:
+    ordinary = reward.known(*ORDINARY)  # not the very long texts, compared with which any length is small
+    is_monotone = all(step >= -TOLERANCE for step in steps) or all(step <= TOLERANCE for step in steps)
+    if is_monotone and abs(change) > 0.1 * (max(ordinary) - min(ordinary)) + TOLERANCE:
         r = _correlation([math.log(words) for words in FILLER_WORDS], known)
-        subject.report(
+        reward.add_fault(
             "length-bias",
-            f"The same right answers get {known[0]:.3g} behind {FILLER_WORDS[0]} more words of reasoning and "
-            f"{known[-1]:.3g} behind {FILLER_WORDS[-1]} (correlation with the logarithm of the length {r:.2f}).",
+            f"The same right answers get {known[0]:.3g} after {FILLER_WORDS[0]} more words of reasoning and "
+            f"{known[-1]:.3g} after {FILLER_WORDS[-1]} (correlation with the logarithm of the length {r:.2f}).",
         )
 
 
-def _check_wrong_answers(probing: Probing, subject: Subject) -> None:
-    right, wrong = subject.mean("gold"), subject.mean("wrong")
+def _check_wrong_answers(suite: ProbeSuite, reward: RewardUnderTest) -> None:
+    right, wrong = reward.mean("gold"), reward.mean("wrong")
     if right is None or wrong is None:
         return
-    if right < wrong - 0.01 * subject.spread() - CLOSE:
-        subject.report("prefers-wrong", f"Right answers get {right:.3g} on average, and spoilt ones {wrong:.3g}.")
-    if not _judges(subject):
+    if right < wrong - 0.01 * reward.spread() - TOLERANCE:
+        reward.add_fault("prefers-wrong", f"Right answers get {right:.3g} on average, and corrupted ones {wrong:.3g}.")
+    if not _tells_right_from_wrong(reward):
         return
     paid = []
     for place, (_, text), score in zip(
-        probing.places_of_others, probing.texts["other wrong"], subject.scores["other wrong"], strict=True
+        suite.rows_of_other_wrong, suite.texts["other wrong"], reward.scores["other wrong"], strict=True
     ):
-        gold, plainest = subject.scores["gold"][place], subject.scores["wrong"][place]
-        if None not in (score, gold, plainest) and gold > plainest + CLOSE and score >= gold - CLOSE:  # type: ignore
-            paid.append((text, probing.golds[place]))
+        gold, plainest = reward.scores["gold"][place], reward.scores["wrong"][place]
+        if None not in (score, gold, plainest) and gold > plainest + TOLERANCE and score >= gold - TOLERANCE:  # type: ignore
+            paid.append((text, suite.gold_answers[place]))
     if paid:
         text, gold_answer = paid[0]
-        subject.report(
+        reward.add_fault(
             "accepts-wrong",
-            f"{len(paid)} of {len(probing.places_of_others)} wrong answers that resemble the right one are paid like "
-            f"it: {shown(text)}, where {gold_answer!r:.40} is right.",
+            f"{len(paid)} of {len(suite.rows_of_other_wrong)} wrong answers that resemble the right one get as "
+            f"much: {excerpt(text)}, where {gold_answer!r:.40} is right.",
         )
 
 
-def _judges(subject: Subject) -> bool:
+def _tells_right_from_wrong(reward: RewardUnderTest) -> bool:
     """Whether it tells right answers from wrong ones."""
-    right, wrong = subject.mean("gold"), subject.mean("wrong")
-    return right is not None and wrong is not None and right - wrong > max(0.1 * subject.spread(), CLOSE)
+    right, wrong = reward.mean("gold"), reward.mean("wrong")
+    return right is not None and wrong is not None and right - wrong > max(0.1 * reward.spread(), TOLERANCE)
 
 
 # Faults of several together ------------------------------------------------------------------------------------------
 
 
-def faults_of_the_sum(probing: Probing, subjects: Sequence[Subject]) -> list[Fault]:
+def check_combined(suite: ProbeSuite, rewards: Sequence[RewardUnderTest]) -> list[Fault]:
     faults = []
-    names = " + ".join(subject.name for subject in subjects)
-    if probing.has_gold and subjects:
-        right, wrong = _total(subjects, "gold"), _total(subjects, "wrong")
-        wrong_way = any("prefers-wrong" in subject.faults for subject in subjects)
-        if right - wrong <= CLOSE and not wrong_way:
-            seen = f"Right answers earn {right:.3g} on average, and spoilt ones {wrong:.3g}."
+    names = " + ".join(reward.name for reward in rewards)
+    if suite.has_gold and rewards:
+        right, wrong = _combined_mean(rewards, "gold"), _combined_mean(rewards, "wrong")
+        wrong_way = any("prefers-wrong" in reward.faults for reward in rewards)
+        if right - wrong <= TOLERANCE and not wrong_way:
+            seen = f"Right answers earn {right:.3g} on average, and corrupted ones {wrong:.3g}."
             faults.append(Fault("blind-to-correctness", names, seen))
         elif not wrong_way:
-            faults += _format_over_correctness(subjects)
-    spreads = {subject.name: _weighted_spread(subject) for subject in subjects}
+            faults += _format_over_correctness(rewards)
+    spreads = {reward.name: _weighted_spread(reward) for reward in rewards}
     if len(spreads) > 1:
         largest = max(spreads, key=lambda name: spreads[name])
         others = sum(spreads.values()) - spreads[largest]
-        if others > CLOSE and spreads[largest] > LOST_BESIDE * others:
+        if others > TOLERANCE and spreads[largest] > DOMINANCE_RATIO * others:
             faults.append(
                 Fault(
                     "dominates",
@@ -228,36 +229,40 @@ def faults_of_the_sum(probing: Probing, subjects: Sequence[Subject]) -> list[Fau
     return faults
 
 
-def _format_over_correctness(subjects: Sequence[Subject]) -> list[Fault]:
-    """What the form adds to a wrong answer, against what being right adds in the same form."""
-    judged = [subject for subject in subjects if not subject.is_about_length]
-    correctness = _total(judged, "gold") - _total(judged, "wrong")
-    format_ = _total(judged, "wrong") - _total(judged, "bare wrong")
-    if format_ <= correctness + CLOSE:
+def _format_over_correctness(rewards: Sequence[RewardUnderTest]) -> list[Fault]:
+    """Compare what the form adds to a wrong answer with what being right adds in the same form."""
+    judged = [reward for reward in rewards if not reward.is_about_length]
+    correctness = _combined_mean(judged, "gold") - _combined_mean(judged, "wrong")
+    format_ = _combined_mean(judged, "wrong") - _combined_mean(judged, "bare wrong")
+    if format_ <= correctness + TOLERANCE:
         return []
     gains = {
-        subject.name: subject.weight * ((subject.mean("wrong") or 0.0) - (subject.mean("bare wrong") or 0.0))
-        for subject in judged
+        reward.name: reward.weight * ((reward.mean("wrong") or 0.0) - (reward.mean("bare wrong") or 0.0))
+        for reward in judged
     }
     return [
         Fault(
             "format-over-correctness",
-            " + ".join(name for name, gain in gains.items() if gain > CLOSE),
+            " + ".join(name for name, gain in gains.items() if gain > TOLERANCE),
             f"The expected form earns {format_:.3g} more than a bare answer, even around a wrong one; being right "
             f"earns only {correctness:.3g}.",
         )
     ]
 
 
-def disagreements(probing: Probing, subjects: Sequence[Subject]) -> list[Fault]:
-    """Pairs of those that tell right from wrong, on everything that has an answer to be right or wrong."""
+def disagreements(suite: ProbeSuite, rewards: Sequence[RewardUnderTest]) -> list[Fault]:
+    """Compare rewards that tell right from wrong pairwise, on all probes with an answer."""
     faults = []
-    judges = [subject for subject in subjects if probing.has_gold and not subject.is_about_length and _judges(subject)]
+    judges = [
+        reward
+        for reward in rewards
+        if suite.has_gold and not reward.is_about_length and _tells_right_from_wrong(reward)
+    ]
     kinds = ("gold", "variants", "wrong", "other wrong", "sampled")
-    texts = [text for kind in kinds for _, text in probing.texts[kind]]
+    texts = [text for kind in kinds for _, text in suite.texts[kind]]
     for place, one in enumerate(judges):
         for other in judges[place + 1 :]:
-            verdicts = list(zip(texts, _verdicts(one, kinds), _verdicts(other, kinds), strict=True))
+            verdicts = list(zip(texts, _decisions(one, kinds), _decisions(other, kinds), strict=True))
             both = [verdict for verdict in verdicts if None not in verdict]
             apart = [verdict for verdict in both if verdict[1] != verdict[2]]
             if len(apart) > DISAGREEMENT * len(both):
@@ -267,47 +272,47 @@ def disagreements(probing: Probing, subjects: Sequence[Subject]) -> list[Fault]:
                     Fault(
                         "verifiers-disagree",
                         f"{one.name} + {other.name}",
-                        f"On {len(apart)} of {len(both)} answers one says right and the other wrong; for {yes.name} "
-                        f"{shown(text)} is right, for {no.name} it is not.",
+                        f"On {len(apart)} of {len(both)} answers one says right and the other wrong: for {yes.name} "
+                        f"{excerpt(text)} is right, for {no.name} it is not.",
                     )
                 )
     return faults
 
 
-def _verdicts(subject: Subject, kinds: Sequence[str]) -> list[bool | None]:
-    border = ((subject.mean("gold") or 0.0) + (subject.mean("wrong") or 0.0)) / 2
-    return [None if score is None else score > border for kind in kinds for score in subject.scores[kind]]
+def _decisions(reward: RewardUnderTest, kinds: Sequence[str]) -> list[bool | None]:
+    border = ((reward.mean("gold") or 0.0) + (reward.mean("wrong") or 0.0)) / 2
+    return [None if score is None else score > border for kind in kinds for score in reward.scores[kind]]
 
 
-def _total(subjects: Sequence[Subject], kind: str) -> float:
-    return sum(subject.weight * (subject.mean(kind) or 0.0) for subject in subjects)
+def _combined_mean(rewards: Sequence[RewardUnderTest], kind: str) -> float:
+    return sum(reward.weight * (reward.mean(kind) or 0.0) for reward in rewards)
 
 
-def _weighted_spread(subject: Subject) -> float:
-    known = subject.known(*ORDINARY)
-    return abs(subject.weight) * pstdev(known) if known else 0.0
+def _weighted_spread(reward: RewardUnderTest) -> float:
+    known = reward.known(*ORDINARY)
+    return abs(reward.weight) * pstdev(known) if known else 0.0
 
 
-def measured(probing: Probing, subject: Subject, summed: Sequence[Subject]) -> Measure:
+def measure(suite: ProbeSuite, reward: RewardUnderTest, summed: Sequence[RewardUnderTest]) -> Measure:
     spreads = sum(_weighted_spread(other) for other in summed)
     lengths, scores = [], []
-    for (_, text), score in zip(probing.sampled, subject.scores.get("sampled", []), strict=False):
+    for (_, text), score in zip(suite.sampled, reward.scores.get("sampled", []), strict=False):
         if score is not None:
-            lengths.append(float(len(token_ids(text, subject.vocabulary))))
+            lengths.append(float(len(token_ids(text, reward.vocabulary))))
             scores.append(score)
     return Measure(
-        gold=subject.mean("gold") if probing.has_gold else None,
-        wrong=subject.mean("wrong") if probing.has_gold else None,
-        empty=subject.mean("empty"),
-        sampled=subject.mean("sampled"),
-        share_of_spread=_weighted_spread(subject) / spreads if spreads else None,
+        gold=reward.mean("gold") if suite.has_gold else None,
+        wrong=reward.mean("wrong") if suite.has_gold else None,
+        empty=reward.mean("empty"),
+        sampled=reward.mean("sampled"),
+        share_of_spread=_weighted_spread(reward) / spreads if spreads else None,
         length_correlation=_correlation(lengths, scores) if len(scores) >= 16 else None,
-        seconds_per_completion=subject.seconds,
+        seconds_per_completion=reward.seconds,
     )
 
 
 def _correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Pearson's r; 0 where one of the two does not vary."""
+    """Pearson's r; 0 if one of the two does not vary."""
     spread = pstdev(first) * pstdev(second)
     if spread == 0:
         return 0.0

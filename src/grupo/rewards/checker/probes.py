@@ -1,4 +1,4 @@
-"""Completions that show what a reward function does: right and wrong answers in many forms, and odd texts."""
+"""Completions that probe a reward function: right and wrong answers in many forms, and odd texts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from grupo.rewards.answers.extraction import MAX_DIGITS, gold_number, plain_scal
 from grupo.rewards.answers.ground_truth import final_answer
 
 REASONING = "I read the question with care.\nThen I work it out, step by step."
-"""Without digits, so that no reward takes its answer from it."""
+"""Reasoning without digits, so that no reward takes its answer from it."""
 _FILLER = (
     "Before going on, it helps to say in plain words what is known and what is asked, and to look at every part of it "
     "again, so that nothing is left out by accident."
 )
 FILLER_WORDS = (5, 30, 120, 480)
-"""Words of reasoning put before the same answer."""
+"""Numbers of words of reasoning before the same answer."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """A way to write an answer down: a text with `{reasoning}` and `{answer}`."""
+class AnswerForm:
+    """A way to write an answer: a template with `{reasoning}` and `{answer}`."""
 
     template: str
     one_line: bool = False
@@ -40,41 +40,43 @@ class Form:
         return self.template.replace("{reasoning}", reasoning).replace("{answer}", answer)
 
 
-BARE = Form("{answer}")
+ANSWER_ONLY = AnswerForm("{answer}")
 
 
 def filler(words: int) -> str:
-    """So many words that say nothing."""
+    """A text of `words` words without content."""
     sentence = _FILLER.split()
-    return " ".join(sentence[place % len(sentence)] for place in range(words))
+    return " ".join(sentence[index % len(sentence)] for index in range(words))
 
 
-Marks = tuple[tuple[str, str], ...]
-"""The (opening, closing) marks of blocks, in their order; the last block holds the answer."""
-_USUAL: list[Marks] = [
+Delimiters = tuple[tuple[str, str], ...]
+"""(opening, closing) delimiters of blocks, in their order; the last block holds the answer."""
+_USUAL: list[Delimiters] = [
     tuple((f"<{name}>", f"</{name}>") for name in names) for names in (("think", "answer"), ("reasoning", "answer"))
 ]
 
 
-def forms(expected: Iterable[Marks] = ()) -> list[Form]:
-    """Forms in which rewards may expect an answer; `expected`: blocks that some reward is known to look for."""
+def answer_forms(expected: Iterable[Delimiters] = ()) -> list[AnswerForm]:
+    """Forms in which rewards may expect an answer; `expected`: blocks that some reward is known to require."""
     templates = [
-        BARE.template,
+        ANSWER_ONLY.template,
         "{reasoning}\n{answer}",
         "{reasoning}\nThe answer is {answer}.",
         "{reasoning}\nThe answer is \\boxed{{answer}}.",
         "{reasoning}\n#### {answer}",
         "<start_working_out>{reasoning}<end_working_out><SOLUTION>{answer}</SOLUTION>",
     ]
-    for marks in dict.fromkeys([*expected, *_USUAL]):
+    for delimiters in dict.fromkeys([*expected, *_USUAL]):
         for answer in ("{answer}", "\\boxed{{answer}}"):
-            contents = [*["{reasoning}"] * (len(marks) - 1), answer]
-            blocks = [(opening, content, closing) for (opening, closing), content in zip(marks, contents, strict=True)]
+            contents = [*["{reasoning}"] * (len(delimiters) - 1), answer]
+            blocks = [
+                (opening, content, closing) for (opening, closing), content in zip(delimiters, contents, strict=True)
+            ]
             templates.append("".join(map("".join, blocks)))
             templates.append("".join(f"{opening}\n{content}\n{closing}\n" for opening, content, closing in blocks))
-            # Where the prompt ends in the first opening mark.
-            templates.append(templates[-2].removeprefix(marks[0][0]))
-    return [Form(template, one_line) for one_line in (False, True) for template in templates]
+            # For a prompt that ends in the first opening tag.
+            templates.append(templates[-2].removeprefix(delimiters[0][0]))
+    return [AnswerForm(template, one_line) for one_line in (False, True) for template in templates]
 
 
 # Gold answers --------------------------------------------------------------------------------------------------------
@@ -82,9 +84,8 @@ def forms(expected: Iterable[Marks] = ()) -> list[Form]:
 _LAST_DIGITS = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 
 
-def written_gold(gold: Any) -> str | None:
-    """A gold answer as a completion would give it; None where it is neither text nor a number of a length that
-    can be written."""
+def gold_text(gold: Any) -> str | None:
+    """A gold answer as a completion would give it; None if it is neither text nor a number that can be written."""
     answer = plain_scalar(final_answer(gold))
     if isinstance(answer, str):
         return answer.strip() or None
@@ -94,12 +95,12 @@ def written_gold(gold: Any) -> str | None:
     return str(answer)
 
 
-def spoilt(gold: str, others: Sequence[str]) -> dict[str, str]:
-    """Wrong answers that resemble the right one: how -> answer; the first one is the plainest.
+def corrupted_answers(gold: str, others: Sequence[str]) -> dict[str, str]:
+    """Wrong answers that resemble the right one: kind of change -> answer, the simplest change first.
 
     Args:
         gold: the right answer.
-        others: those of other questions, for answers without digits.
+        others: answers of other questions, for answers without digits.
     """
     digits = _LAST_DIGITS.search(gold)
     if digits is None or len(digits[0]) > MAX_DIGITS:
@@ -121,8 +122,8 @@ def spoilt(gold: str, others: Sequence[str]) -> dict[str, str]:
     return wrong
 
 
-def variants(gold: str) -> list[str]:
-    """Other ways to write the same whole number, which careful verifiers all take for right."""
+def equivalent_forms(gold: str) -> list[str]:
+    """Other ways to write the same whole number, all of which careful verifiers accept."""
     if not re.fullmatch(r"-?[0-9]{1,15}", gold):
         return []
     return [f"{gold}.0", f"**{gold}**", f"${gold}", *([f"{int(gold):,}"] if abs(int(gold)) >= 1000 else [])]
@@ -147,17 +148,17 @@ LONG = (
 
 
 def token_ids(text: str, vocabulary: dict[str, int]) -> list[int]:
-    """Stand-ins for the tokens of a text, about one per four characters, the same piece getting the same number."""
+    """Substitutes for the tokens of a text, about one per four characters; equal pieces get equal ids."""
     pieces = re.findall(r"\s?\w{1,6}|\s|[^\w\s]", text)
     return [vocabulary.setdefault(piece, len(vocabulary)) for piece in (*pieces, "")]  # "": the stop token
 
 
 def as_completion(text: str, prompt: Any) -> Any:
-    """What a reward function gets for this text: a message where the prompt is a conversation."""
+    """The completion with this text: a string, or a message if the prompt is a conversation."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Dataset columns as lists; not the prompt, nor the completions that were sampled."""
+    """Dataset columns as lists, without the prompt and the sampled completions."""
     names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "completion", "completions"))
     return {name: [row.get(name) for row in rows] for name in names}

@@ -1,9 +1,9 @@
-"""Rewards for generated Python: does it pass its tests, and does it keep to what it may use.
+"""A reward for generated Python programs that pass their tests.
 
-Expected values never enter the sandbox. What a program is asked there are questions (an input, a call, an expression);
-its answers come back as plain values and are judged here, where the program cannot reach. Printing 'passed', leaving
-early, patching `assert` or returning an object that equals everything gains nothing. The one exception are tests that
-only run as a whole (see `ScriptTest`).
+Expected values never enter the sandbox. A program gets only an input, a call or an expression there; its answers come
+back as plain values and are compared here, out of the program's reach. Printing 'passed', exiting early, patching
+`assert` or returning an object that equals everything gains nothing. The one exception are tests that only run as a
+whole (see `ScriptTest`).
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from grupo.rewards.code.sandbox.runner import (
     Limits,
     SandboxRun,
     isolation,
+    map_in_threads,
     run_python,
-    run_together,
-    warn_of_weak_isolation,
+    warn_if_not_isolated,
 )
 from grupo.rewards.code.test_cases import CodeTest, ScriptTest, read_tests
 from grupo.rewards.verifiers.base import keyword_signature
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 CodeFault = Literal["no_code", "syntax_error", "exception", "timeout", "memory", "limit", "wrong_output"]
 CODE_FAULTS: tuple[CodeFault, ...] = get_args(CodeFault)
-"""What can be wrong with a program. `limit`: too many processes, or too much output."""
+"""Faults of a program. `limit`: too many processes, or too much output."""
 
 _FENCE = re.compile(r"[ \t]*(?P<ticks>`{3,})[ \t]*(?P<language>[\w+-]*)[^`]*")
 _PYTHON = {"python", "python3", "py"}
 
 
 def extract_code(text: str, whole_text: bool = False) -> str | None:
-    """The last closed block of the text that is fenced as ```python (also `py`, `python3`), without its fence.
+    """The content of the last closed block fenced as ```python (also `py`, `python3`).
 
     Args:
-        text: of a completion.
-        whole_text: a text without any fence is code as a whole.
+        text: completion text.
+        whole_text: take a text without any fence as code.
     """
     code: str | None = None
     block: list[str] = []
@@ -66,14 +66,14 @@ def extract_code(text: str, whole_text: bool = False) -> str | None:
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """What one program did in its tests."""
+    """Test results of one program."""
 
     passed: int
     total: int
     faults: tuple[CodeFault, ...] = ()
-    """One for each test that was run and failed."""
+    """One for each test that ran and failed."""
     detail: str = ""
-    """Of the first failure: the last line of the error, or what was printed or returned."""
+    """First failure: the last line of the error, or the printed or returned value."""
 
     @property
     def is_right(self) -> bool:
@@ -81,8 +81,8 @@ class CodeVerdict:
 
 
 @dataclass(frozen=True)
-class NotJudged:
-    """Why a program has no verdict."""
+class NoVerdict:
+    """Reason why a program has no verdict."""
 
     kind: Literal["unusable tests", "not run"]
     reason: str
@@ -91,7 +91,7 @@ class NotJudged:
         return f"{self.kind}: {self.reason}"
 
 
-def judge_code(
+def run_tests(
     code: str,
     tests: Sequence[CodeTest],
     limits: Limits | None = None,
@@ -101,8 +101,8 @@ def judge_code(
 ) -> CodeVerdict:
     """Run a program once for each test.
 
-    Tests stop after a syntax error or a time-out, which would come again, and after any failure if `all_or_nothing`;
-    the tests left out count as failed.
+    Tests stop after a syntax error or a time-out, which would repeat, and after any failure if `all_or_nothing`;
+    skipped tests count as failed.
 
     Raises:
         RewardError: the sandbox could not be started.
@@ -134,7 +134,7 @@ def _fault(run: SandboxRun, test: CodeTest) -> CodeFault | None:
         return "wrong_output"
     if run.exit_code != 0 or run.error:
         return "exception"
-    return None if test.holds(run) else "wrong_output"
+    return None if test.passes(run) else "wrong_output"
 
 
 def _detail(run: SandboxRun, fault: CodeFault) -> str:
@@ -171,9 +171,9 @@ class CodeReward:
         self.workers = workers
         self.call_seconds = call_seconds
         self.unusable_tests = 0
-        """How many completions had tests that could not be read."""
+        """Number of completions with unreadable tests."""
         self.faults: Counter[str] = Counter()
-        """Completions by their first fault, over all calls."""
+        """Number of completions by their first fault, over all calls."""
         self._warned: set[str] = set()
         self.__signature__ = keyword_signature("completions", tests_column)
 
@@ -184,56 +184,56 @@ class CodeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The score of each completion (a string, a list of messages, or None); None where its tests are unusable."""
+        """The score of each completion (a string, a list of messages, or None); None if its tests are unusable."""
         cells = columns[self.tests_column]
         if len(cells) != len(completions):
             raise RewardError(
-                f"code_reward got {counted(len(cells), 'cell')} of '{self.tests_column}' for "
-                f"{counted(len(completions), 'completion')}; it needs one for each."
+                f"code_reward got {pluralize(len(cells), 'cell')} of '{self.tests_column}' for "
+                f"{pluralize(len(completions), 'completion')}; it needs one for each."
             )
         if "isolation" not in self._warned:
             self._warned.add("isolation")
-            warn_of_weak_isolation("code_reward")
+            warn_if_not_isolated("code_reward")
         codes = [extract_code(text, self.whole_text) for text in completion_texts(completions)]
         deadline = time.monotonic() + self.call_seconds
-        verdicts = run_together(
-            lambda row: self._verdict(codes[row], cells[row], deadline), range(len(codes)), self.workers
+        verdicts = map_in_threads(
+            lambda index: self._verdict(codes[index], cells[index], deadline), range(len(codes)), self.workers
         )
         self._report(verdicts, log_extra, log_metric)
         return [self._score(verdict) if isinstance(verdict, CodeVerdict) else None for verdict in verdicts]
 
-    def _verdict(self, code: str | None, cell: Any, deadline: float) -> CodeVerdict | NotJudged:
+    def _verdict(self, code: str | None, cell: Any, deadline: float) -> CodeVerdict | NoVerdict:
         try:
             tests = read_tests(cell)
         except ValueError as error:
-            return NotJudged("unusable tests", str(error))
+            return NoVerdict("unusable tests", str(error))
         if code is None:
             return CodeVerdict(0, len(tests), ("no_code",))
         if time.monotonic() > deadline:
-            return NotJudged("not run", f"the call had already taken call_seconds={self.call_seconds:g} s")
+            return NoVerdict("not run", f"the call had already taken call_seconds={self.call_seconds:g} s")
         try:
-            return judge_code(
+            return run_tests(
                 code, tests, self.limits, all_or_nothing=not self.per_test, site_packages=self.site_packages
             )
         except RewardError as error:
-            return NotJudged("not run", str(error))
+            return NoVerdict("not run", str(error))
 
     def _score(self, verdict: CodeVerdict) -> float:
         return verdict.passed / verdict.total if self.per_test else float(verdict.is_right)
 
     def _report(
         self,
-        verdicts: Sequence[CodeVerdict | NotJudged],
+        verdicts: Sequence[CodeVerdict | NoVerdict],
         log_extra: Callable[[str, list[Any]], None] | None,
         log_metric: Callable[[str, float], None] | None,
     ) -> None:
-        judged = [verdict for verdict in verdicts if isinstance(verdict, CodeVerdict)]
-        not_judged = [verdict for verdict in verdicts if isinstance(verdict, NotJudged)]
-        kinds = Counter(one.kind for one in not_judged)
+        verdicts_given = [verdict for verdict in verdicts if isinstance(verdict, CodeVerdict)]
+        without = [verdict for verdict in verdicts if isinstance(verdict, NoVerdict)]
+        kinds = Counter(one.kind for one in without)
         self.unusable_tests += kinds["unusable tests"]
-        first = Counter(verdict.faults[0] for verdict in judged if verdict.faults)
+        first = Counter(verdict.faults[0] for verdict in verdicts_given if verdict.faults)
         self.faults.update(first)
-        for one in not_judged:
+        for one in without:
             if one.kind not in self._warned:
                 self._warned.add(one.kind)
                 warnings.warn(
@@ -245,19 +245,19 @@ class CodeReward:
             log_metric("code/unusable_tests", kinds["unusable tests"])
             log_metric("code/not_run", kinds["not run"])
             log_metric("code/isolated", float(isolation().namespaces))
-            for fault in CODE_FAULTS if judged else ():
-                log_metric(f"code/{fault}", first[fault] / len(judged))
+            for fault in CODE_FAULTS if verdicts_given else ():
+                log_metric(f"code/{fault}", first[fault] / len(verdicts_given))
         if log_extra is not None:
             log_extra("code_tests", [_passed(verdict) for verdict in verdicts])
             log_extra("code_error", [_first_fault(verdict) for verdict in verdicts])
 
 
-def _passed(verdict: CodeVerdict | NotJudged) -> str:
+def _passed(verdict: CodeVerdict | NoVerdict) -> str:
     return f"{verdict.passed}/{verdict.total}" if isinstance(verdict, CodeVerdict) else str(verdict)
 
 
-def _first_fault(verdict: CodeVerdict | NotJudged) -> str:
-    if isinstance(verdict, NotJudged) or not verdict.faults:
+def _first_fault(verdict: CodeVerdict | NoVerdict) -> str:
+    if isinstance(verdict, NoVerdict) or not verdict.faults:
         return ""
     return f"{verdict.faults[0]}: {verdict.detail}" if verdict.detail else verdict.faults[0]
 
@@ -273,32 +273,33 @@ def code_reward(
     workers: int | None = None,
     call_seconds: float = 50.0,
 ) -> CodeReward:
-    """Runs the last ```python block of the completion in a sandbox; the share of its tests that pass, 0 to 1.
+    """The share of its tests that the program in a completion passes in a sandbox, 0 to 1.
 
-    0.0 without such a block. Where the tests cannot be read, or could not be run, it abstains (None), counts it and
-    warns once. Logs `code/<fault>`: the share of completions whose first fault is this one, see `CODE_FAULTS`.
+    The program is the last ```python block; without one the reward is 0.0. If the tests cannot be read or run, it
+    abstains (None), counts it and warns once. Logs `code/<fault>`: the share of completions with this first fault, see
+    `CODE_FAULTS`.
 
     Args:
-        tests_column: dataset column; see `read_tests` for what may stand in it.
-        per_test: the share of tests passed; False: 1.0 if all pass, else 0.0.
+        tests_column: dataset column with tests in the forms of `read_tests`.
+        per_test: True for the share of passed tests; False for 1.0 if all pass, else 0.0.
         timeout: seconds for one test.
-        memory_mb: MiB for one test, Python itself (about 30) included.
-        whole_text: a completion without any fence is a program as a whole.
-        site_packages: programs may import what is installed here.
-        require_isolation: refuse to run without namespaces (network and files stay reachable without them).
-        workers: programs at once; None for one per core.
-        call_seconds: no program is started later than this in one call, so that one batch of endless loops does not
-            exceed the time-out of the whole reward (60 s unless set) and lose every score.
+        memory_mb: MiB for one test, including Python itself (about 30).
+        whole_text: take a completion without any fence as a program.
+        site_packages: let programs import the packages that are installed here.
+        require_isolation: refuse to run without namespaces, without which network and files stay reachable.
+        workers: number of programs that run at once; None for one per core.
+        call_seconds: start no program later than this in one call, so that a batch of endless loops does not exceed the
+            time-out of the whole reward (60 s by default) and lose every score.
 
     Raises:
-        ConfigError: a limit that cannot be met, or no isolation where it is required.
+        ConfigError: a limit that cannot be met, or no isolation although it is required.
     """
     if not (math.isfinite(call_seconds) and call_seconds > 0) or (workers is not None and workers < 1):
-        raise ConfigError(f"code_reward(workers={workers}, call_seconds={call_seconds}): both must be above 0.")
+        raise ConfigError(f"code_reward(workers={workers}, call_seconds={call_seconds}): set both above 0.")
     limits = Limits(seconds=timeout, memory_mb=memory_mb)
     if require_isolation and not isolation().namespaces:
         raise ConfigError(
-            f"code_reward(require_isolation=True) cannot be had here: {isolation()}. Allow user namespaces, or run "
+            f"code_reward(require_isolation=True) is not possible here: {isolation()}. Allow user namespaces, or run "
             "in a container without secrets and network and set require_isolation=False."
         )
     return CodeReward(tests_column, per_test, limits, whole_text, site_packages, workers, call_seconds)

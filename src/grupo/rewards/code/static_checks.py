@@ -1,7 +1,7 @@
-"""A reward against programs that reach for more than the task needs, by their syntax tree alone.
+"""A penalty for programs that use more than the task needs, by their syntax tree alone.
 
-This reads code, it does not run it: it sees what is written, not what is meant. It is one reward beside `code_reward`,
-whose sandbox and judging hold without it.
+It reads code without running it, so it cannot see what an allowed function does. It complements `code_reward`, whose
+sandbox and comparison of values do not depend on it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ ALLOWED_MODULES = (
 )
 
 MAX_CHARACTERS = 200_000
-"""Longer programs are not read: a parser is no place for hostile megabytes."""
+"""Longer programs are not parsed: parsing hostile megabytes is too expensive."""
 
 FORBIDDEN_NAMES = frozenset(
     {"__import__", "__builtins__", "__loader__", "__spec__", "eval", "exec", "compile", "open", "globals", "locals"}
     | {"vars", "breakpoint", "help", "getattr", "setattr", "delattr"}
 )
-"""Builtins that reach past the text of the program. `getattr` and its like may be called with a literal name."""
+"""Builtins that escape from the program text. `getattr` and similar ones may be called with a literal name."""
 
 _BY_NAME = {"getattr": 1, "setattr": 1, "delattr": 1, "hasattr": 1, "attrgetter": 0, "methodcaller": 0}
-"""Functions that take the name of an attribute -> at which place."""
+"""Function that takes the name of an attribute -> position of this argument."""
 
 _DUNDER = re.compile(r"__\w+__")
 _USUAL_DUNDERS = {"__name__", "__doc__", "__init__", "__len__", "__eq__", "__repr__", "__str__", "__hash__", "__call__"}
@@ -46,30 +46,30 @@ _SYS |= {"getrecursionlimit", "getsizeof", "set_int_max_str_digits", "maxunicode
 _DOORS = {"sys", "os", "builtins", "importlib", "subprocess", "ctypes", "socket"}
 """Modules that no attribute may lead to."""
 _MEMBERS = {"collections.abc", "datetime.time"}
-"""Members that share their name with a module that they are not."""
+"""Members that only share their name with a module."""
 _REACHED_BY_FORMAT = re.compile(r"\{[^{}]*[.\[]_")
 
 
 def cheating_signs(code: str, allowed: Sequence[str] = ALLOWED_MODULES) -> list[str]:
-    """What a program does that the task should not need, one phrase each; empty for a clean one.
+    """One phrase for each suspicious construct of a program; empty for a clean one.
 
     Raises:
-        SyntaxError: it is not Python, or too long or too deeply nested to be read.
+        SyntaxError: it is not Python, or too long or too deeply nested to be parsed.
     """
     if len(code) > MAX_CHARACTERS:
         raise SyntaxError(f"more than {MAX_CHARACTERS} characters")
     try:
         tree = ast.parse(code)
-        return list(dict.fromkeys(_Reader(frozenset(allowed)).signs(tree)))
+        return list(dict.fromkeys(_Inspector(frozenset(allowed)).signs(tree)))
     except (ValueError, RecursionError, MemoryError) as error:  # a NUL character, nesting
         raise SyntaxError(str(error) or "too deeply nested") from None
 
 
-class _Reader:
+class _Inspector:
     def __init__(self, allowed: frozenset[str]) -> None:
         self.allowed = allowed
         self.modules: dict[str, str] = {}
-        """Name in the program -> module that it stands for."""
+        """Name in the program -> module that it refers to."""
 
     def signs(self, tree: ast.Module) -> Iterator[str]:
         nodes = list(ast.walk(tree))
@@ -81,7 +81,7 @@ class _Reader:
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     self.modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        # A call with a literal name, and `sys.` in front of a harmless attribute, excuse the name inside them.
+        # A call with a literal name, and `sys.` before a harmless attribute, excuse the name inside them.
         excused = {id(name) for node in nodes for name in self._excused(node)}
         for node in nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -97,9 +97,9 @@ class _Reader:
                 yield from self._by_name(node)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if _REACHED_BY_FORMAT.search(node.value):
-                    yield "a format text that reaches for hidden attributes"
+                    yield "a format string that accesses hidden attributes"
             elif isinstance(node, ast.FunctionDef) and _is_always_true(node):
-                yield f"{node.name} is true whatever it is compared with"
+                yield f"{node.name} always returns True"
 
     def _excused(self, node: ast.AST) -> Iterator[ast.AST]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _BY_NAME:
@@ -113,7 +113,7 @@ class _Reader:
         else:
             names = [node.module or ""]
             if node.level:
-                yield "imports relative to itself"
+                yield "uses a relative import"
                 return
         for name in names:
             if not self._is_allowed(name):
@@ -123,27 +123,27 @@ class _Reader:
                 yield from self._member(names[0], alias.name)
 
     def _is_allowed(self, module: str) -> bool:
-        """The module itself or a package that it belongs to is on the list."""
+        """Whether the module or a package that contains it is on the list."""
         parts = module.split(".")
         return any(".".join(parts[:count]) in self.allowed for count in range(1, len(parts) + 1))
 
     def _member(self, module: str, name: str) -> Iterator[str]:
-        """What a member of an allowed module is: modules carry others along, as in `json.codecs.open`."""
+        """Signs in the use of a module member: modules expose other modules, as in `json.codecs.open`."""
         is_standard = module.partition(".")[0] in sys.stdlib_module_names
         if module == "sys" and name not in _SYS:
             yield f"uses sys.{name}"
         elif _hidden(name) or (is_standard and name.startswith("_")):
-            yield f"reaches for {module}.{name}"
+            yield f"accesses {module}.{name}"
         elif name in _DOORS or (
             is_standard
             and name in sys.stdlib_module_names
             and not self._is_allowed(name)
             and f"{module}.{name}" not in _MEMBERS
         ):
-            yield f"reaches for the module {name} through {module}"
+            yield f"accesses the module {name} through {module}"
 
     def _module_of(self, node: ast.expr) -> str | None:
-        """The module, or the member of one, that a dotted name begins with."""
+        """The module, or member of one, at the beginning of a dotted name."""
         while isinstance(node, ast.Attribute):
             node = node.value
         return self.modules.get(node.id) if isinstance(node, ast.Name) else None
@@ -151,27 +151,27 @@ class _Reader:
     def _attribute(self, node: ast.Attribute) -> Iterator[str]:
         module = self._module_of(node.value)
         if module == "sys" and not isinstance(node.value, ast.Name):
-            module = None  # sys.stdin.readline: what stands behind sys has been judged
+            module = None  # sys.stdin.readline: the part after sys has been checked
         if module is not None:
             yield from self._member(module, node.attr)
         elif _hidden(node.attr) or node.attr in _DOORS:
-            yield f"reaches for {node.attr}"
+            yield f"accesses {node.attr}"
 
     def _by_name(self, node: ast.Call) -> Iterator[str]:
         function = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        place = _BY_NAME.get(function)
-        if place is None:
+        position = _BY_NAME.get(function)
+        if position is None:
             return
-        names = node.args[place:] if function == "attrgetter" else node.args[place : place + 1]
+        names = node.args[position:] if function == "attrgetter" else node.args[position : position + 1]
         for name in names or [ast.Constant(None)]:
             if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
-                yield f"{function} with a name that is made up at run time"
+                yield f"{function} with a computed name"
             elif any(_hidden(part) or part in FORBIDDEN_NAMES for part in name.value.split(".")):
                 yield f"{function} of {name.value}"
 
 
 def _hidden(attribute: str) -> bool:
-    """Special attributes that lead from a value to the interpreter; a class may use those that it defines itself."""
+    """Whether an attribute leads from a value to the interpreter; special methods that classes define do not."""
     return attribute in _FRAMES or (bool(_DUNDER.fullmatch(attribute)) and attribute not in _USUAL_DUNDERS)
 
 
@@ -216,7 +216,7 @@ class NoCheating:
         return [self.score(signs) for signs in found]
 
     def signs(self, text: str) -> list[str] | None:
-        """The signs in the program of a completion; None where there is no program that can be read."""
+        """The signs in the program of a completion; None without a program that can be parsed."""
         code = extract_code(text, self.whole_text)
         try:
             return None if code is None else cheating_signs(code, self.allowed)
@@ -232,20 +232,20 @@ class NoCheating:
 def no_cheating(
     allowed: Sequence[str] = ALLOWED_MODULES, clean: float = 0.0, cheating: float = -1.0, whole_text: bool = False
 ) -> NoCheating:
-    """`cheating` for a program that reaches past its task, else `clean`; never above 0 without a program.
+    """`cheating` for a program with suspicious constructs, else `clean`; never above 0 without a program.
 
-    Signs of it: imports of other modules than `allowed` (their submodules included), `__import__`, `eval`, `exec`,
-    `compile`, `open`, `globals` and their like, attributes that lead to the interpreter (`__class__`, `__globals__`,
-    frames), `getattr` with a name made up at run time, modules reached through others, `sys` beyond streams and
-    limits, and comparisons that are always true. Text that is not Python cannot run either, and gets 0, or `clean` if
-    that is lower.
+    Suspicious are imports of modules other than `allowed` (including their submodules), `__import__`, `eval`, `exec`,
+    `compile`, `open`, `globals` and similar builtins, attributes that lead to the interpreter (`__class__`,
+    `__globals__`, frames), `getattr` with a computed name, modules accessed through others, `sys` beyond streams and
+    limits, and comparisons that are always true. Text that is not Python cannot run, and gets 0, or `clean` if that is
+    lower.
 
     Raises:
-        ConfigError: a cheat would not be paid less than a clean program.
+        ConfigError: `cheating` is not below `clean` and 0.
     """
     modules = (allowed,) if isinstance(allowed, str) else tuple(allowed)
     if not (math.isfinite(clean) and math.isfinite(cheating) and cheating < min(clean, 0.0)):
         raise ConfigError(
-            f"no_cheating(clean={clean}, cheating={cheating}) punishes nothing: cheating must be below clean and 0."
+            f"no_cheating(clean={clean}, cheating={cheating}) punishes nothing: set cheating below clean and 0."
         )
     return NoCheating(modules, clean, cheating, whole_text)

@@ -1,4 +1,4 @@
-"""Tests of generated programs: what they ask a program, and whether its answers are right."""
+"""Tests of generated programs: the calls to run in the sandbox, and the comparison of their values."""
 
 from __future__ import annotations
 
@@ -10,74 +10,74 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grupo.rewards.code.sandbox.runner import Call, Job, SandboxRun
+from grupo.rewards.code.sandbox.runner import Call, SandboxJob, SandboxRun
 
 FLOAT_TOLERANCE = 1e-6
-"""Relative, and absolute near 0, of floats in the expected value of a function test."""
+"""Tolerance of floats in expected values: relative, and absolute near 0."""
 
 
 @dataclass(frozen=True)
 class OutputTest:
-    """The program reads `stdin` and prints `expected`; white space at the ends of lines and of the text is free."""
+    """The program reads `stdin` and prints `expected`; white space at the ends of lines and of the text is ignored."""
 
     stdin: str
     expected: str
 
-    def job(self, code: str) -> Job:
-        return Job(code, stdin=self.stdin)
+    def job(self, code: str) -> SandboxJob:
+        return SandboxJob(code, stdin=self.stdin)
 
-    def holds(self, run: SandboxRun) -> bool:
+    def passes(self, run: SandboxRun) -> bool:
         return _lines(run.stdout) == _lines(self.expected)
 
 
 @dataclass(frozen=True)
 class FunctionTest:
-    """A function of the program returns `expected` for these arguments; lists and tuples count as the same."""
+    """A function of the program returns `expected` for these arguments; lists and tuples count as equal."""
 
     call: Call
     expected: Any
 
-    def job(self, code: str) -> Job:
-        return Job(code, calls=(self.call,))
+    def job(self, code: str) -> SandboxJob:
+        return SandboxJob(code, calls=(self.call,))
 
-    def holds(self, run: SandboxRun) -> bool:
+    def passes(self, run: SandboxRun) -> bool:
         return run.values is not None and same_value(run.values[0], self.expected)
 
 
 @dataclass(frozen=True)
 class AssertTest:
-    """`assert` statements, cut in two: what names the program is evaluated there, the comparison here."""
+    """`assert` statements split in two: calls of the program are evaluated in the sandbox, comparisons here."""
 
     calls: tuple[Call, ...]
     conditions: tuple[str, ...]
     """Expressions over `answer_0`, `answer_1`, ..., the values of the calls."""
 
-    def job(self, code: str) -> Job:
-        return Job(code, calls=self.calls)
+    def job(self, code: str) -> SandboxJob:
+        return SandboxJob(code, calls=self.calls)
 
-    def holds(self, run: SandboxRun) -> bool:
+    def passes(self, run: SandboxRun) -> bool:
         if run.values is None:
             return False
         names = {f"answer_{number}": value for number, value in enumerate(run.values)}
         try:
             return all(_evaluate(condition, names) for condition in self.conditions)
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, AttributeError):
-            return False  # the program's value does not take part in such a comparison
+            return False  # the program's value does not support such a comparison
 
 
 @dataclass(frozen=True)
 class ScriptTest:
-    """Code that passes when it comes to its end, for tests that do not come apart (loops, `check(candidate)`).
+    """Code that passes if it completes, for tests that cannot be split (loops, `check(candidate)`).
 
-    It runs in the program's interpreter, so a program that sets out to deceive it can.
+    It runs in the program's interpreter, so a program that tries to deceive it can.
     """
 
     script: str
 
-    def job(self, code: str) -> Job:
-        return Job(code, script=self.script)
+    def job(self, code: str) -> SandboxJob:
+        return SandboxJob(code, script=self.script)
 
-    def holds(self, run: SandboxRun) -> bool:
+    def passes(self, run: SandboxRun) -> bool:
         return run.finished
 
 
@@ -88,12 +88,12 @@ def read_tests(cell: Any) -> list[CodeTest]:
     """The tests of one dataset row.
 
     Args:
-        cell: a list of tests, or the JSON text of one. A test is a text of `assert` statements, or a dictionary with
-            `input` and `output`, `function`, `args`, `kwargs` and `expected`, `assert`, or `script`. Keys whose value
-            is None count as absent (columns of a dataset have the same keys in every row), `expected` apart.
+        cell: a list of tests, or such a list as JSON text. A test is a string of `assert` statements, or a dictionary
+            with `input` and `output`; `function`, `args`, `kwargs` and `expected`; `assert`; or `script`. Keys other
+            than `expected` whose value is None count as absent, since a dataset column has the same keys in every row.
 
     Raises:
-        ValueError: there is no test in it, or one cannot be read; the message says why.
+        ValueError: no test, or one that cannot be read; the message says why.
     """
     if isinstance(cell, str):
         try:
@@ -109,7 +109,7 @@ def _read_test(entry: Any) -> CodeTest:
     if isinstance(entry, str):
         return _assert_test(entry)
     if not isinstance(entry, Mapping):
-        raise ValueError(f"a {type(entry).__name__} is no test")
+        raise ValueError(f"a {type(entry).__name__} is not a test")
     given = {key: value for key, value in entry.items() if value is not None}
     form = given.keys() - {"expected"} if "function" not in given else given.keys()
     if form == {"assert"} and isinstance(given["assert"], str):
@@ -118,7 +118,7 @@ def _read_test(entry: Any) -> CodeTest:
         return ScriptTest(_parsed(given["script"], "script"))
     if "output" in form and form <= {"input", "output"}:
         if not all(isinstance(value, str) for value in given.values()):
-            raise ValueError("'input' and 'output' must be texts")
+            raise ValueError("'input' and 'output' must be strings")
         return OutputTest(given.get("input", ""), given["output"])
     if "function" in form and "expected" in entry and form <= {"function", "args", "kwargs", "expected"}:
         arguments, keywords = given.get("args", []), given.get("kwargs", {})
@@ -130,7 +130,7 @@ def _read_test(entry: Any) -> CodeTest:
             raise ValueError("'args', 'kwargs' and 'expected' must be plain values")
         return FunctionTest(call, entry["expected"])
     raise ValueError(
-        f"a test with the keys {', '.join(sorted(map(str, form))) or 'none'}; it has 'input' and 'output', or "
+        f"a test with the keys {', '.join(sorted(map(str, form))) or 'none'}; give 'input' and 'output', or "
         "'function', 'args' and 'expected', or 'assert', or 'script'"
     )
 
@@ -156,7 +156,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Equality of plain values; lists and tuples are the same (JSON has no tuples), floats within 1e-6."""
+    """Equality of plain values; lists and tuples are equal (JSON has no tuples), floats within 1e-6."""
     if isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)):
         return len(found) == len(expected) and all(map(same_value, found, expected))
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
@@ -174,7 +174,7 @@ def same_value(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-# ---- asserts, cut in two
+# ---- splitting asserts
 
 _PURE: dict[str, Any] = {
     function.__name__: function
@@ -185,7 +185,7 @@ _JOINING = (
     *(ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Call),
     *(ast.BinOp, ast.Add, ast.Sub, ast.Div, ast.cmpop, ast.boolop, ast.unaryop, ast.Load, ast.Name, ast.keyword),
 )
-"""What is evaluated here. No power, product or shift: the program's values could make them endless."""
+"""Nodes that are evaluated here. No power, product or shift: the program's values could make them endless."""
 _SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.NamedExpr, ast.Starred, ast.Await)
 
 
@@ -193,8 +193,8 @@ class _Indivisible(Exception):
     """The test has to run as a whole."""
 
 
-class _Cut(ast.NodeTransformer):
-    """Replaces what names the program by `answer_n`, and collects it."""
+class _Splitter(ast.NodeTransformer):
+    """Replaces expressions that use the program by `answer_n`, and collects them."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -229,20 +229,20 @@ def _is_pure(function: ast.expr) -> bool:
 
 
 def _assert_test(code: str) -> CodeTest:
-    """Raises ValueError: not Python, or no `assert` in it."""
+    """Raises ValueError if the code is not Python or has no `assert`."""
     tree = ast.parse(_parsed(code, "assert"))
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError(f"there is no assert in {code!r:.60}")
-    cut, conditions = _Cut(), []
+    splitter, conditions = _Splitter(), []
     try:
         for statement in tree.body:
             if not isinstance(statement, ast.Assert):
                 raise _Indivisible
-            conditions.append(ast.unparse(cut.visit(statement.test)))
+            conditions.append(ast.unparse(splitter.visit(statement.test)))
     except _Indivisible:
         return ScriptTest(code)
-    # A condition without the program in it is decided by the dataset alone; that is no test.
-    return AssertTest(tuple(cut.calls), tuple(conditions)) if cut.calls else ScriptTest(code)
+    # A condition that does not use the program does not test it.
+    return AssertTest(tuple(splitter.calls), tuple(conditions)) if splitter.calls else ScriptTest(code)
 
 
 @functools.lru_cache(maxsize=4096)

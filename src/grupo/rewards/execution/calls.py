@@ -1,7 +1,4 @@
-"""One call of a reward function: what it takes, how long it may take, and how it ended.
-
-n = completions of the call.
-"""
+"""One call of a reward function: its arguments, its time limit, and its result. n = completions of the call."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import logging
 import math
 import queue
 import threading
@@ -21,12 +19,17 @@ from numbers import Real
 from typing import Any
 
 from grupo.errors import ConfigError, RewardError
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
+
+logger = logging.getLogger("grupo")
+
+_OLD_MARKS = {"is_exclusive": "runs_alone", "overlaps_logprobs": "runs_beside_scoring"}
+"""Attribute of a reward function -> its earlier name, which is still read."""
 
 
 @dataclass(frozen=True)
-class Function:
-    """A reward function with what its signature says."""
+class RewardFunction:
+    """A reward function and its properties, read from its signature and attributes."""
 
     call: Callable[..., Any]
     name: str
@@ -34,19 +37,25 @@ class Function:
     accepted: frozenset[str] | None
     """Keywords it takes; None for any."""
     named: frozenset[str]
-    """Keywords that its signature spells out."""
+    """Keywords spelled out in its signature."""
     required: tuple[str, ...]
+    """Keywords without a default."""
     bound: frozenset[str]
-    """Keywords that a partial has fixed; a dataset column of that name must not replace them."""
-    runs_alone: bool = False
+    """Keywords fixed by a partial; a dataset column of the same name must not replace them."""
+    is_exclusive: bool = False
     """No other function of the batch may run at the same time."""
     runs_in_calling_thread: bool = False
-    """Without a limit, while others run in threads of their own."""
-    runs_beside_scoring: bool = False
-    """It waits for something else, and does not use the model that is trained."""
+    """It runs without a time limit in the calling thread, while others run in threads of their own."""
+    overlaps_logprobs: bool = False
+    """It only waits (for a server, for other processes) and does not use the trained model, so the trainer may compute
+    log-probs meanwhile."""
 
     @staticmethod
-    def of(call: Callable[..., Any], name: str) -> Function:
+    def of(call: Callable[..., Any], name: str) -> RewardFunction:
+        """
+        Raises:
+            RewardError: it requires positional-only arguments.
+        """
         inner: Any = call
         bound: set[str] = set()
         layers = [inner]
@@ -55,15 +64,16 @@ class Function:
             inner = inner.func
             layers.append(inner)
         is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-        alone, in_caller, beside = (
-            any(getattr(layer, mark, False) for layer in layers)
-            for mark in ("runs_alone", "runs_in_calling_thread", "runs_beside_scoring")
+        is_exclusive = _has_mark(layers, "is_exclusive", name)
+        marks = (
+            is_exclusive,
+            _has_mark(layers, "runs_in_calling_thread", name),
+            (is_async or _has_mark(layers, "overlaps_logprobs", name)) and not is_exclusive,
         )
-        marks = (alone, in_caller, (is_async or beside) and not alone)
         try:
             parameters = inspect.signature(call).parameters.values()
         except (TypeError, ValueError):  # a builtin without a signature: let the call itself decide
-            return Function(call, name, is_async, None, frozenset(), (), frozenset(bound), *marks)
+            return RewardFunction(call, name, is_async, None, frozenset(), (), frozenset(bound), *marks)
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if positional:
             raise RewardError(
@@ -75,10 +85,10 @@ class Function:
         names = frozenset(parameter.name for parameter in named)
         required = tuple(p.name for p in named if p.default is p.empty and p.name not in bound)
         accepted = None if takes_any else names
-        return Function(call, name, is_async, accepted, names, required, frozenset(bound), *marks)
+        return RewardFunction(call, name, is_async, accepted, names, required, frozenset(bound), *marks)
 
     def select(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the keywords that the function takes, lists and dictionaries copied."""
+        """The keywords that the function takes, with lists and dictionaries copied."""
         return {
             name: _copied(value)
             for name, value in keywords.items()
@@ -89,29 +99,31 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one call ended: with a value, an error or a time-out."""
+class CallResult:
+    """The result of one call: a value, an error or a time-out."""
 
     value: Any = None
     error: str = ""
     """Type and message of the exception."""
-    trace: str = ""
+    traceback: str = ""
     stop: RewardError | ConfigError | None = None
-    """An error that ends the run instead of failing the rows."""
+    """An error that ends the run instead of failing the completions."""
     timed_out: float | None = None
-    """The limit in seconds that was exceeded."""
+    """The exceeded limit in seconds."""
 
 
 @dataclass(eq=False)
-class Job:
-    function: Function
+class RewardCall:
+    """One call of one reward function."""
+
+    function: RewardFunction
     keywords: dict[str, Any]
     log: CallLog
-    outcome: Outcome = field(default_factory=Outcome)
+    result: CallResult = field(default_factory=CallResult)
 
 
 class CallLog:
-    """Takes `log_extra` and `log_metric` of one call. One per call, so that an abandoned one logs into the void."""
+    """Collects `log_extra` and `log_metric` of one call. An abandoned call logs into its own, which nobody reads."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name = name
@@ -124,13 +136,14 @@ class CallLog:
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
             raise RewardError(
                 f"Reward function '{self.name}' called log_extra('{column}', ...) with a {type(values).__name__}; it "
-                f"takes a list of {counted(self.count, 'value')}, one per completion."
+                f"takes a list of {pluralize(self.count, 'value')}, one per completion."
             )
         values = list(values.tolist() if hasattr(values, "tolist") else values)
         if len(values) != self.count:
             raise RewardError(
                 f"Reward function '{self.name}' called log_extra('{column}', ...) with "
-                f"{counted(len(values), 'value')} for {counted(self.count, 'completion')}; it takes one per completion."
+                f"{pluralize(len(values), 'value')} for {pluralize(self.count, 'completion')}; it takes one per "
+                "completion."
             )
         self.extras[column] = values
 
@@ -145,107 +158,113 @@ class CallLog:
 
     def _check_name(self, call: str, name: Any) -> None:
         if not isinstance(name, str):
-            raise RewardError(f"Reward function '{self.name}' called {call}({name!r:.60}, ...); a name is a text.")
+            raise RewardError(f"Reward function '{self.name}' called {call}({name!r:.60}, ...); a name is a string.")
 
 
-Done = queue.SimpleQueue[tuple["Job", Outcome]]
-"""Where threads leave the outcomes of their jobs."""
+ResultQueue = queue.SimpleQueue[tuple[RewardCall, CallResult]]
+"""Results of calls that run in threads, in the order in which they finish."""
 
 
-def start_in_thread(job: Job, tell: Callable[[tuple[Job, Outcome]], Any]) -> None:
-    """Run a synchronous function in a daemon thread of its own, which can be left behind."""
+def start_in_thread(call: RewardCall, put: Callable[[tuple[RewardCall, CallResult]], Any]) -> None:
+    """Run a synchronous function in a daemon thread of its own, which can be abandoned; `put` receives the result."""
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
-            outcome = Outcome(context.run(job.function.call, **job.keywords))
+            result = CallResult(context.run(call.function.call, **call.keywords))
         except BaseException as error:  # user code: even exit() in checked code must not end the run
-            outcome = _failed(error)
-        tell((job, outcome))
+            result = _error_result(error)
+        put((call, result))
 
-    threading.Thread(target=work, name=f"grupo-reward-{job.function.name}", daemon=True).start()
+    threading.Thread(target=work, name=f"grupo-reward-{call.function.name}", daemon=True).start()
 
 
-def collect(jobs: Sequence[Job], done: Done, timeout: float, started: float) -> None:
-    """Give jobs that were started together, at `started` on the monotonic clock, their outcomes.
+def collect_results(calls: Sequence[RewardCall], results: ResultQueue, timeout: float, started: float) -> None:
+    """Wait for calls that started together, at `started` on the monotonic clock, and store their results.
 
-    Functions that compute take turns under the interpreter's lock, so each is charged its share of the time: a second
-    with n of them still running counts 1/n second for each. What fits the limit when it runs by itself therefore fits
-    in company too, and the wait is never longer than that for the same functions one after the other.
+    Functions that compute take turns under the interpreter lock, so each is charged its share of the time: while n of
+    them run, a second counts as 1/n second for each. A function that meets the limit by itself therefore meets it in
+    company, and the wait is never longer than for the same functions one after the other.
     """
-    running = list(jobs)
+    pending = list(calls)
     charged = 0.0
-    while running:
+    while pending:
         # Waiting for a queue with a limit, unlike joining a pool, lets Ctrl-C through to the main thread.
-        limit = (timeout - charged) * len(running) - (time.monotonic() - started)
+        limit = (timeout - charged) * len(pending) - (time.monotonic() - started)
         try:
-            job, outcome = done.get(timeout=min(max(limit, 0.0), threading.TIMEOUT_MAX))
+            call, result = results.get(timeout=min(max(limit, 0.0), threading.TIMEOUT_MAX))
         except queue.Empty:
             break
         now = time.monotonic()
-        charged += (now - started) / len(running)
+        charged += (now - started) / len(pending)
         started = now
-        job.outcome = outcome
-        running.remove(job)
-    for job in running:
-        job.outcome = Outcome(timed_out=timeout)
+        call.result = result
+        pending.remove(call)
+    for call in pending:
+        call.result = CallResult(timed_out=timeout)
 
 
-def call_here(job: Job) -> Outcome:
+def call_in_this_thread(call: RewardCall) -> CallResult:
     try:
-        return Outcome(job.function.call(**job.keywords))
+        return CallResult(call.function.call(**call.keywords))
     except (Exception, SystemExit) as error:  # user code; Ctrl-C passes
-        return _failed(error)
+        return _error_result(error)
 
 
-async def call_and_wait(job: Job, timeout: float | None) -> Outcome:
-    """On an event loop; a synchronous function runs in a thread of its own, which the loop waits for."""
+async def call_on_loop(call: RewardCall, timeout: float | None) -> CallResult:
+    """The result on an event loop; a synchronous function runs in a thread of its own, which the loop waits for."""
 
-    async def call() -> Outcome:
-        if not job.function.is_async:
-            return await _in_thread(job)
+    async def run() -> CallResult:
+        if not call.function.is_async:
+            return await _in_thread(call)
         try:
-            return Outcome(await job.function.call(**job.keywords))
+            return CallResult(await call.function.call(**call.keywords))
         except BaseException as error:  # user code: it would end the loop's thread otherwise
-            return _failed(error)
+            return _error_result(error)
 
-    task = asyncio.ensure_future(call())
-    # Not wait_for: that waits on for a task that ignores its cancellation, and its error looks like the function's own.
+    task = asyncio.ensure_future(run())
+    # Not wait_for: it keeps waiting for a task that ignores its cancellation, and its error looks like the function's.
     await asyncio.wait({task}, timeout=timeout)
     if task.done():
         return task.result()
     task.cancel()
-    return Outcome(timed_out=timeout)
+    return CallResult(timed_out=timeout)
 
 
-async def _in_thread(job: Job) -> Outcome:
+async def _in_thread(call: RewardCall) -> CallResult:
     # Not in the executor of the loop, whose threads have to end before the program does.
-    loop, done = asyncio.get_running_loop(), asyncio.Queue[tuple[Job, Outcome]]()
-    start_in_thread(job, lambda told: loop.call_soon_threadsafe(done.put_nowait, told))
-    return (await done.get())[1]
+    loop, results = asyncio.get_running_loop(), asyncio.Queue[tuple[RewardCall, CallResult]]()
+    start_in_thread(call, lambda result: loop.call_soon_threadsafe(results.put_nowait, result))
+    return (await results.get())[1]
 
 
-def _failed(error: BaseException) -> Outcome:
-    """The outcome of an exception, as text: keeping the exception would keep every frame's variables alive."""
-    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of the fence
-    message = f"{type(error).__name__}: {_said(error)}".removesuffix(": ")
+def _error_result(error: BaseException) -> CallResult:
+    """The exception as text: keeping the exception itself would keep every frame's variables alive."""
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of this file
+    try:
+        text = str(error)
+    except Exception:  # user code, too: a thread that dies of it would be taken for a function that hangs
+        text = "its message cannot be shown"
+    message = f"{type(error).__name__}: {text}".removesuffix(": ")
     if "signal only works in main thread" in message:
         message += (
             " (rewards run in a thread of their own because of the time-out; use a checker without signals, or set the "
             "reward timeout to None)"
         )
-    return Outcome(
+    return CallResult(
         error=message,
-        trace="".join(traceback.format_exception(type(error), error, frames)),
+        traceback="".join(traceback.format_exception(type(error), error, frames)),
         stop=error if isinstance(error, (RewardError, ConfigError)) else None,
     )
 
 
-def _said(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # user code, too: a thread that dies of it would be taken for a function that hangs
-        return "its message cannot be shown"
+def _has_mark(layers: Sequence[Any], mark: str, name: str) -> bool:
+    """True if a layer of a function and its partials has this attribute, under its present or earlier name."""
+    old = _OLD_MARKS.get(mark, mark)
+    if old != mark and any(getattr(layer, old, False) for layer in layers):
+        logger.warning("Reward function '%s' has the attribute %s, which is now called %s.", name, old, mark)
+        return True
+    return any(getattr(layer, mark, False) for layer in layers)
 
 
 def as_number(value: Any) -> float | None:
@@ -272,5 +291,5 @@ def _copied(value: Any) -> Any:
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Names as messages list them."""
+    """`'a', 'b'`, for messages."""
     return ", ".join(f"'{name}'" for name in names)

@@ -1,4 +1,4 @@
-"""What a reward function is, in plain values: enough to notice that a resumed run would be paid by another one."""
+"""A short hash of a reward function: a resumed run must be paid by the same one."""
 
 from __future__ import annotations
 
@@ -11,49 +11,43 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_DEPTH = 4
-"""Of values inside of values; what lies deeper is named by its type."""
+"""Nesting of values that are hashed; a deeper value counts by its type."""
 
 
-def identity(function: Callable[..., Any]) -> str:
-    """A short hash: of a function's source, and what a partial or a closure has fixed; of an object's class and values.
+def fingerprint(function: Callable[..., Any]) -> str:
+    """Hash of a function's source and the values that a partial or closure fixes, or of an object's class and values.
 
-    It cannot see a change in what the function calls in turn, nor in data that it reads.
+    It does not change with code that the function calls, nor with data that it reads.
     """
-    return _hash(json.dumps(_plain(function, MAX_DEPTH), sort_keys=True))
+    return _hash(json.dumps(_as_plain_value(function, MAX_DEPTH), sort_keys=True))
 
 
-def _plain(value: Any, depth: int) -> Any:
+def _as_plain_value(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if depth == 0:
         return type(value).__name__
     if isinstance(value, list | tuple):
-        return [_plain(item, depth - 1) for item in value]
+        return [_as_plain_value(item, depth - 1) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, depth - 1) for key, item in value.items()}
+        return {str(key): _as_plain_value(item, depth - 1) for key, item in value.items()}
     if isinstance(value, functools.partial):
-        return [_plain(part, depth - 1) for part in (value.func, value.args, value.keywords)]
+        return [_as_plain_value(part, depth - 1) for part in (value.func, value.args, value.keywords)]
     if isinstance(value, types.MethodType):
-        return [_plain(value.__func__, depth - 1), _plain(value.__self__, depth - 1)]
+        return [_as_plain_value(part, depth - 1) for part in (value.__func__, value.__self__)]
     if isinstance(value, types.FunctionType):
-        return [value.__qualname__, _source(value), *_fixed_by_closure(value)]
+        # A list in a closure is where something is collected; plain values cannot change.
+        closure = inspect.getclosurevars(value).nonlocals.values()
+        fixed = [item for item in closure if isinstance(item, bool | int | float | str)]
+        return [value.__qualname__, _source_hash(value), *fixed]
     if callable(value) and not isinstance(value, type):
-        return [type(value).__qualname__, _source(type(value)), _settings(value, depth - 1)]
+        attributes = getattr(value, "__dict__", {}).items()
+        public = {name: _as_plain_value(item, depth - 1) for name, item in attributes if not name.startswith("_")}
+        return [type(value).__qualname__, _source_hash(type(value)), public]
     return type(value).__name__
 
 
-def _settings(instance: Any, depth: int) -> dict[str, Any]:
-    public = {name: value for name, value in getattr(instance, "__dict__", {}).items() if not name.startswith("_")}
-    return {name: _plain(value, depth) for name, value in public.items()}
-
-
-def _fixed_by_closure(function: types.FunctionType) -> list[Any]:
-    """Values that cannot change; a list in a closure is where something is collected."""
-    values = inspect.getclosurevars(function).nonlocals.values()
-    return [value for value in values if isinstance(value, bool | int | float | str)]
-
-
-def _source(thing: Any) -> str | None:
+def _source_hash(thing: Any) -> str | None:
     try:
         return _hash(inspect.getsource(thing))
     except (OSError, TypeError):  # typed into an interpreter, or built in

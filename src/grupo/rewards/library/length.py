@@ -1,4 +1,4 @@
-"""Rewards on the tokens of a completion. The stop token is one of them: it was sampled, and it is trained."""
+"""Rewards for the number or repetition of tokens. The stop token counts: it is sampled and trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
-from grupo.rewards.value_range import score_range
+from grupo.rewards.value_range import checked_range
 from grupo.rewards.verifiers.base import keyword_signature
 from grupo.rewards.verifiers.math import LIKE_TRL, MathVerifier
 
@@ -21,8 +21,8 @@ class TokenLength:
     def __init__(self, target: int, scale: float) -> None:
         if target < 0 or not (math.isfinite(scale) and scale > 0):
             raise ConfigError(
-                f"token_length(target={target}, scale={scale}) has no optimum: target is a number of tokens from 0 on, "
-                "and scale, the reward lost for each token too many or too few, is above 0."
+                f"token_length(target={target}, scale={scale}) has no optimum: set target, a number of tokens, to 0 "
+                "or more, and scale, the reward lost for each token too many or too few, above 0."
             )
         self.__name__ = "token_length"
         self.value_range = (-math.inf, 0.0)
@@ -40,7 +40,7 @@ class SoftOverlongPunishment:
         if max_completion_len <= 0 or not 0 <= soft_punish_cache <= max_completion_len:
             raise ConfigError(
                 f"max_completion_len={max_completion_len}, soft_punish_cache={soft_punish_cache} describe no interval: "
-                "the cache is the last part of the maximum, so 0 <= soft_punish_cache <= max_completion_len."
+                "the cache is the last part of the maximum, so set 0 <= soft_punish_cache <= max_completion_len."
             )
         self.__name__ = "soft_overlong_punishment_reward"
         self.value_range = (-1.0, 0.0)
@@ -70,9 +70,9 @@ class CosineScaled:
         gold_column: str,
     ) -> None:
         if max_len <= 0:
-            raise ConfigError(f"max_len={max_len} leaves no schedule: it is the length in tokens at which it ends.")
+            raise ConfigError(f"max_len={max_len} leaves no schedule: set the length, in tokens, at which it ends.")
         self.__name__ = "cosine_scaled_reward"
-        self.value_range = score_range(
+        self.value_range = checked_range(
             self.__name__,
             min_value_wrong=min_value_wrong,
             max_value_wrong=max_value_wrong,
@@ -80,7 +80,7 @@ class CosineScaled:
             max_value_correct=max_value_correct,
         )
         self.max_len = max_len
-        # (at length 0, at max_len): short is best when right, and worst when wrong.
+        # Rewards (at length 0, at max_len): short is best when right, and worst when wrong.
         self.right = (max_value_correct, min_value_correct)
         self.wrong = (min_value_wrong, max_value_wrong)
         self.verifier = MathVerifier(gold_column, LIKE_TRL, name=self.__name__)
@@ -90,7 +90,7 @@ class CosineScaled:
         )
 
     def __call__(self, *arguments: Any, **columns: Any) -> list[float | None]:
-        """Takes completions, gold answers and token ids by keyword, or in this order."""
+        """Takes completions, gold answers and token ids by keyword or, as in TRL, in this order."""
         given = self.__signature__.bind(*arguments, **columns).arguments
         gold_column = self.verifier.gold_column
         verdicts = self.verifier(given["completions"], **{gold_column: given[gold_column]})
@@ -112,8 +112,8 @@ class RepetitionPenalty:
     def __init__(self, ngram_size: int, max_penalty: float) -> None:
         if ngram_size < 1 or not -math.inf < max_penalty <= 0:
             raise ConfigError(
-                f"ngram_size={ngram_size}, max_penalty={max_penalty} are no penalty: ngram_size is at least 1 token, "
-                "and max_penalty is 0 or below."
+                f"ngram_size={ngram_size}, max_penalty={max_penalty} penalise nothing: set ngram_size to at least 1 "
+                "token and max_penalty to 0 or below."
             )
         self.__name__ = "repetition_penalty_reward"
         self.value_range = (float(max_penalty), 0.0)
@@ -154,7 +154,7 @@ def get_cosine_scaled_reward(
     length 0 to `min_value_correct` at `max_len` tokens and beyond, wrong ones rise from `min_value_wrong` to
     `max_value_wrong`.
 
-    Right and wrong are those of `accuracy_reward`; where the gold answer cannot be read, it abstains.
+    Right and wrong are as in `accuracy_reward`; it abstains if the gold answer cannot be read.
     """
     return CosineScaled(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct, gold_column)
 

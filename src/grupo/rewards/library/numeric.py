@@ -1,9 +1,9 @@
 r"""Rewards for numbers that may be near the gold number: presence, match, proximity, and bands of relative error.
 
-Which number a completion answers (`answer_number`): with a `tag`, the only number in its last block of that tag, so
-that neither `71 or 72` nor a number behind the block counts; without one, its last box, where that holds a number and
-nothing to be computed, else its last number. Signs (also Unicode minus), thousands groups, fractions, a currency or
-percent sign and a unit are read as in `answers.py`, and every comparison is exact.
+The answer of a completion (`answer_number`) is, with a `tag`, the only number in its last block of that tag, so that
+neither `71 or 72` nor a number after the block counts; without one, its last box, if that holds a number and nothing
+to be computed, else its last number. Signs (also Unicode minus), thousands separators, fractions, a currency or percent
+sign and a unit are read as in `answers/extraction.py`, and every comparison is exact.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from grupo.rewards.answers.extraction import (
     number_alone,
     only_number,
 )
-from grupo.rewards.library.format import Tag, block_content, tag_marks
-from grupo.rewards.value_range import score_range
+from grupo.rewards.library.format import Tag, block_content, tag_delimiters
+from grupo.rewards.value_range import checked_range
 from grupo.rewards.verifiers.base import GoldScore
-from grupo.utils.messages import nearest
+from grupo.utils.messages import did_you_mean
 
 Distance = Callable[[Fraction, Fraction], float | Fraction]
-"""(answer, gold) -> how far apart they are: 0 for equal numbers, never below."""
+"""(answer, gold) -> their distance: 0 for equal numbers, never negative."""
 
 
 def relative_distance(answer: Fraction, gold: Fraction) -> Fraction:
@@ -48,7 +48,7 @@ DISTANCES: Mapping[str, Distance] = MappingProxyType({"relative": relative_dista
 
 
 def answer_number(text: str, tag: Tag | None = None) -> Fraction | None:
-    """The number that a completion answers (see the head of this module), or None."""
+    """The answer of a completion as a number (see the module docstring), or None."""
     if tag is not None:
         block = block_content(text, tag)
         if block is None:
@@ -64,7 +64,7 @@ class NumberPresent:
 
     def __init__(self, present: float, missing: float, tag: Tag | None) -> None:
         self.__name__ = "number_present"
-        self.value_range = score_range(self.__name__, present=present, missing=missing)
+        self.value_range = checked_range(self.__name__, present=present, missing=missing)
         self.present, self.missing, self.tag = float(present), float(missing), _checked(tag)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -73,7 +73,7 @@ class NumberPresent:
 
 
 class NumberReward(GoldScore):
-    """A reward for the number of a completion, given the gold number."""
+    """A reward that compares the answer of a completion with the gold number."""
 
     needs = NUMBER_NEEDED
 
@@ -86,10 +86,10 @@ class NumberReward(GoldScore):
 
     def score(self, text: str, gold: Any) -> float | None:
         expected = gold_number(gold)
-        return None if expected is None else self.score_by(text, expected)
+        return None if expected is None else self.score_number(text, expected)
 
     @abstractmethod
-    def score_by(self, text: str, gold: Fraction) -> float:
+    def score_number(self, text: str, gold: Fraction) -> float:
         """The score of one completion text."""
 
 
@@ -100,10 +100,10 @@ class NumberScore(NumberReward):
         self, right: float, wrong: float, missing: float, tag: Tag | None, gold_column: str, name: str = "number_score"
     ) -> None:
         super().__init__(name, gold_column, tag)
-        self.value_range = score_range(name, right=right, wrong=wrong, missing=missing)
+        self.value_range = checked_range(name, right=right, wrong=wrong, missing=missing)
         self.right, self.wrong, self.missing = float(right), float(wrong), float(missing)
 
-    def score_by(self, text: str, gold: Fraction) -> float:
+    def score_number(self, text: str, gold: Fraction) -> float:
         number = answer_number(text, self.tag)
         return self.missing if number is None else self.right if number == gold else self.wrong
 
@@ -122,30 +122,30 @@ class Proximity(NumberReward):
         tag: Tag | None,
     ) -> None:
         super().__init__("proximity", gold_column, tag)
-        self.value_range = score_range("proximity", best=best, worst=worst, missing=missing)
+        self.value_range = checked_range("proximity", best=best, worst=worst, missing=missing)
         if not missing <= worst < best or not (math.isfinite(halfway) and halfway > 0):
             raise ConfigError(
-                f"proximity(best={best}, worst={worst}, missing={missing}, halfway={halfway}) does not pay for being "
-                "near: missing <= worst < best, and halfway, the distance that costs half of it, is above 0."
+                f"proximity(best={best}, worst={worst}, missing={missing}, halfway={halfway}) does not reward "
+                "being near: set missing <= worst < best, and halfway, the distance that costs half of it, above 0."
             )
         if isinstance(distance, str) and distance not in DISTANCES:
             raise ConfigError(
-                f"proximity knows no distance '{distance}'.{nearest(distance, DISTANCES)} "
+                f"proximity has no distance '{distance}'.{did_you_mean(distance, DISTANCES)} "
                 f"Give {' or '.join(DISTANCES)}, or a function of (answer, gold)."
             )
         self.best, self.worst, self.missing = float(best), float(worst), float(missing)
         self.halfway = Fraction(str(halfway))
         self.distance = DISTANCES[distance] if isinstance(distance, str) else distance
 
-    def score_by(self, text: str, gold: Fraction) -> float:
+    def score_number(self, text: str, gold: Fraction) -> float:
         number = answer_number(text, self.tag)
         if number is None:
             return self.missing
         far = self.distance(number, gold)
         if not far >= 0:
             raise RewardError(
-                f"The distance of proximity is {far!r} for {number!s:.30} and {gold!s:.30}; it must be 0 for equal "
-                "numbers and above 0 for others."
+                f"The distance function of proximity returned {far!r} for {number!s:.30} and {gold!s:.30}; it must "
+                "return 0 for equal numbers and a positive number for others."
             )
         lost = 1.0 if far == math.inf else float(far / (far + self.halfway))
         return self.best - (self.best - self.worst) * lost
@@ -166,12 +166,12 @@ class BandedAnswer(NumberReward):
     ) -> None:
         super().__init__("banded_answer", gold_column, tag)
         in_bands = {f"band_{width}": score for width, score in bands}
-        self.value_range = score_range(
+        self.value_range = checked_range(
             "banded_answer", exact=exact, far=far, unreadable=unreadable, missing=missing, **in_bands
         )
         if not all(0 < width < math.inf for width, _ in bands):
             raise ConfigError(
-                f"banded_answer(bands={bands!r}) has a band without a width: give (relative error, score), as in "
+                f"banded_answer(bands={bands!r}) has a band without a width: give pairs (relative error, score), as in "
                 "[(0.1, 2.0), (0.2, 1.5)]."
             )
         self.exact, self.far = float(exact), float(far)
@@ -179,7 +179,7 @@ class BandedAnswer(NumberReward):
         # As written: with the float 0.3, an answer that is exactly 30 % off would be outside its band.
         self.bands = sorted((Fraction(str(width)), float(score)) for width, score in bands)
 
-    def score_by(self, text: str, gold: Fraction) -> float:
+    def score_number(self, text: str, gold: Fraction) -> float:
         assert self.tag is not None
         if block_content(text, self.tag) is None:
             return self.missing
@@ -194,14 +194,14 @@ class BandedAnswer(NumberReward):
 
 def _checked(tag: Tag | None) -> Tag | None:
     if tag is not None:
-        tag_marks((tag,))
+        tag_delimiters((tag,))
     return tag
 
 
 def number_present(present: float = 1.0, missing: float = -1.0, tag: Tag | None = None) -> NumberPresent:
-    """`present` where the completion answers with a number, whichever it is, else `missing`.
+    """`present` if the completion answers with a number, whichever it is, else `missing`.
 
-    With `number_score` beside it: `4` for 2 + 2 gets 1 + 3, `3` gets 1 - 3, and `cat` gets -1 - 3.
+    Together with `number_score`, for 2 + 2: `4` gets 1 + 3, `3` gets 1 - 3, and `cat` gets -1 - 3.
     """
     return NumberPresent(present, missing, tag)
 
@@ -213,16 +213,15 @@ def number_score(
     tag: Tag | None = None,
     gold_column: str = "answer",
 ) -> NumberScore:
-    """`right` where the number of the completion is the gold number exactly, `wrong` where it is another, `missing`
-    where there is none.
+    """`right` if the answer is exactly the gold number, `wrong` if it is another number, `missing` if there is none.
 
-    The number check of notebooks is `number_score(3.5, -1.5, -2.5, tag="SOLUTION")`. What differs there: commas, minus
-    signs and decimals are read, a number behind the closing tag does not count, and an answer that cannot be read is
-    missing instead of 0.
+    The number check of notebooks is `number_score(3.5, -1.5, -2.5, tag="SOLUTION")`. Unlike theirs, it reads commas,
+    minus signs and decimals, ignores numbers after the closing tag, and treats an unreadable answer as missing instead
+    of as 0.
 
     Args:
-        missing: None for the same as `wrong`.
-        tag: only the block of this tag counts; it must be closed and hold one number.
+        missing: None for the value of `wrong`.
+        tag: read the answer from the block of this tag only; it must be closed and hold one number.
     """
     return NumberScore(right, wrong, wrong if missing is None else missing, tag, gold_column)
 
@@ -236,23 +235,23 @@ def proximity(
     distance: str | Distance = "relative",
     tag: Tag | None = None,
 ) -> Proximity:
-    """`best` for the gold number, less the farther away, towards `worst` for outliers, `missing` without a number.
+    """`best` for the gold number, decreasing with the distance towards `worst`, `missing` without a number.
 
-    With d the distance, best - (best - worst) · d / (d + halfway): it falls steeply near the gold number and never goes
-    below `worst`. For 10, the answers 10, 9, 3 and 1000 get 1, 0.67, -0.17 and -0.99.
+    With distance d the reward is best - (best - worst) · d / (d + halfway): it falls steeply near the gold number and
+    never below `worst`. If the gold number is 10, the answers 10, 9, 3 and 1000 get 1, 0.67, -0.17 and -0.99.
 
-    It pays for wrong answers, which is its purpose while right ones are rare. Keep another reward for the right answer
-    beside it, or a model settles for near ones.
+    It pays for wrong answers, which helps while right ones are rare. Add another reward for the right answer, or the
+    model settles for near ones.
 
     Args:
-        missing: None for the same as `worst`.
+        missing: None for the value of `worst`.
         halfway: distance that costs half of best - worst.
         distance: `relative` (|answer - gold| / max(|gold|, 1)), `absolute`, or a function of (answer, gold), both
             `Fraction`s, that returns 0 for equal numbers and more for others, `inf` included.
-        tag: only the block of this tag counts.
+        tag: read the answer from the block of this tag only.
 
     Raises:
-        RewardError: in a call, where `distance` returns a negative number or NaN.
+        RewardError: during a call, if `distance` returns a negative number or NaN.
     """
     return Proximity(gold_column, best, worst, worst if missing is None else missing, halfway, distance, tag)
 
@@ -268,21 +267,21 @@ def banded_answer(
 ) -> BandedAnswer:
     """`exact` for the gold number, the score of the narrowest band of relative error that holds the answer, else `far`.
 
-    The answer check of notebooks, with the scores of the one for Qwen3-4B. Those for smaller models use
-    `exact=3.0, bands=[(0.1, 1.0), (0.2, 0.5)], far=-1.5, unreadable=-1.5, missing=0.0`. What differs from them:
+    The answer check of notebooks, by default with the scores of the one for Qwen3-4B. Those for smaller models use
+    `exact=3.0, bands=[(0.1, 1.0), (0.2, 0.5)], far=-1.5, unreadable=-1.5, missing=0.0`. Differences from them:
 
-    - Numbers are compared, not texts: `72.0`, ` 72 `, `$72` and `72 apples` are 72, `1,000` is 1000; there `72.0` got
-      2.0, and `1,000` and `$72` got -4.5. There is no lower score for white space around the answer.
-    - A gold answer of 0 can be matched by any way to write it. No other answer is near it: a relative error to 0 does
-      not exist.
+    - Numbers are compared, not texts: `72.0`, ` 72 `, `$72` and `72 apples` are 72, `1,000` is 1000. In the notebooks
+      `72.0` gets 2.0, `1,000` and `$72` get -4.5, and white space around the answer lowers the score.
+    - A gold answer of 0 is matched however it is written. No other answer is near it: a relative error to 0 does not
+      exist.
     - The block must be closed; an answer of two numbers, `71 or 72`, is unreadable.
 
-    With these scores a completion without a block (`missing`) gets more than a wrong answer. A format reward must make
-    up for that, as it does in the notebooks.
+    With these scores a completion without a block (`missing`) gets more than a wrong answer. Add a format reward that
+    outweighs this, as the notebooks do.
 
     Args:
-        bands: (relative error, score) each; 0.1 is from 90 % to 110 % of the gold number, the ends included.
-        unreadable: a block that does not hold one number.
-        missing: no closed block of this tag.
+        bands: pairs (relative error, score); 0.1 is from 90 % to 110 % of the gold number, the ends included.
+        unreadable: for a block that does not hold exactly one number.
+        missing: for a completion without a closed block of this tag.
     """
     return BandedAnswer(exact, bands, far, unreadable, missing, tag, gold_column)

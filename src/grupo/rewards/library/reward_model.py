@@ -1,6 +1,6 @@
-"""A reward from a sequence-classification model of transformers, as TRL takes it.
+"""A reward from a transformers sequence-classification model, as in TRL.
 
-n = completions of the call, b = rows of one forward, T = tokens of its longest row.
+n = completions of the call, b = sequences of one forward pass, T = tokens of the longest of them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grupo.errors import ConfigError
-from grupo.utils.hub import is_out_of_reach
+from grupo.errors import ConfigError, summarize_error
+from grupo.rewards.execution.runner import is_model
+from grupo.utils.hub import is_unreachable
 
 logger = logging.getLogger("grupo")
+
+RewardFunctions = Callable[..., Any] | str | Sequence[Callable[..., Any] | str]
+"""Reward functions, reward models and ids of reward models: one, or a sequence."""
 
 
 class RewardModel:
     """See `reward_model`."""
 
-    runs_in_calling_thread = True  # a forward cannot be left behind: it would go on holding the device
+    runs_in_calling_thread = True  # a forward pass cannot be abandoned: it would keep the device busy
 
     value_range = (-math.inf, math.inf)
 
@@ -34,8 +38,8 @@ class RewardModel:
     ) -> None:
         if batch_size < 1 or (max_length is not None and max_length < 1):
             raise ConfigError(
-                f"reward_model(batch_size={batch_size}, max_length={max_length}) can score nothing: both are at least "
-                "1, or leave max_length at None for what the model was made for."
+                f"reward_model(batch_size={batch_size}, max_length={max_length}) cannot score anything: both must be "
+                "at least 1; max_length=None takes the model's own limit."
             )
         if not isinstance(model, str):
             _check_is_classifier(model)
@@ -48,14 +52,16 @@ class RewardModel:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.trust_remote_code = trust_remote_code
         self._pad_token_id: int | None = None
-        self._told_about_length = False
+        self._warned_about_length = False
 
-    def prepare(self, device: Any = None) -> None:
-        """Load what was given by id, and move the model to `device`; a call does the first by itself.
+    def prepare_on_device(self, device: Any = None) -> None:
+        """Load the model if it was given by id, and move it to `device`. A call loads it too, but does not move it.
 
         Raises:
-            ConfigError: the model or its tokenizer cannot be loaded, or there is nothing to pad with.
+            ConfigError: the model or its tokenizer cannot be loaded, or there is no padding token.
         """
+        from grupo.utils.quantized_layers import set_evaluation_mode
+
         if isinstance(self.model, str):
             self.model = _load(self.model, trust_remote_code=self.trust_remote_code)
         config = self.model.config.get_text_config()
@@ -67,14 +73,14 @@ class RewardModel:
             if pad is None:
                 raise ConfigError(
                     f"The tokenizer of the reward model '{self.__name__}' has neither a padding nor an "
-                    "end-of-sequence token, so rows of different length cannot be scored. Set tokenizer.pad_token and "
-                    "pass it in reward_processing_classes."
+                    "end-of-sequence token, so texts of different length cannot be scored in one batch. Set "
+                    "tokenizer.pad_token and pass the tokenizer in reward_processing_classes."
                 )
-            # These models read their score at the last token that is not this one.
+            # These models read their logit at the last token that is not padding.
             self._pad_token_id = config.pad_token_id = pad
         if self.max_length is None:
             self.max_length = getattr(config, "max_position_embeddings", None)
-        self.model.eval()
+        set_evaluation_mode(self.model)
         is_placed = (getattr(self.model, name, None) for name in ("hf_device_map", "is_quantized"))
         if device is not None and not any(is_placed):
             self.model.to(device)
@@ -86,24 +92,24 @@ class RewardModel:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The logit of each completion behind its prompt, (n,); None where the two are longer than `max_length`."""
-        self.prepare()
-        rows = [
+        """The logit of each prompt with its completion, (n,); None where the two are longer than `max_length`."""
+        self.prepare_on_device()
+        sequences = [
             None if completion is None else self._token_ids(prompt, completion)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        too_long = [len(ids) for ids in rows if ids is not None and not self._fits(ids)]
-        self._tell_too_long(too_long, len(rows))
-        if log_metric is not None and self._told_about_length:
-            log_metric(f"{self.__name__}/too_long_share", len(too_long) / len(rows))
-        scores: list[float | None] = [None] * len(rows)
-        # Rows of like length together: little padding, and an out-of-memory comes first or not at all.
-        order = [(ids, place) for place, ids in enumerate(rows) if ids and self._fits(ids)]
+        too_long = [len(ids) for ids in sequences if ids is not None and not self._fits(ids)]
+        self._warn_too_long(too_long, len(sequences))
+        if log_metric is not None and self._warned_about_length:
+            log_metric(f"{self.__name__}/too_long_share", len(too_long) / len(sequences))
+        scores: list[float | None] = [None] * len(sequences)
+        # Similar lengths together, the longest first: little padding, and an out-of-memory comes first or not at all.
+        order = [(ids, index) for index, ids in enumerate(sequences) if ids and self._fits(ids)]
         order.sort(key=lambda item: -len(item[0]))
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
-            for (_, place), score in zip(batch, self._forward([ids for ids, _ in batch]), strict=True):
-                scores[place] = score
+            for (_, index), score in zip(batch, self._forward([ids for ids, _ in batch]), strict=True):
+                scores[index] = score
         return scores
 
     def _fits(self, ids: Sequence[int]) -> bool:
@@ -115,7 +121,7 @@ class RewardModel:
         elif not getattr(self.processing_class, "chat_template", None):
             raise ConfigError(
                 f"The prompts are lists of messages, but the tokenizer of the reward model '{self.__name__}' has no "
-                "chat template. Set it on the tokenizer that the model was trained with, and pass that in "
+                "chat template. Set the template that the model was trained with, and pass the tokenizer in "
                 "reward_processing_classes."
             )
         else:
@@ -124,31 +130,33 @@ class RewardModel:
             )
         return list(self.processing_class(text, add_special_tokens=False)["input_ids"])
 
-    def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """(b,) logits of rows padded on the right to (b, T)."""
+    def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """(b,) logits of sequences padded on the right to (b, T)."""
         import torch
 
         assert self._pad_token_id is not None
-        longest = max(map(len, rows))
+        longest = max(map(len, sequences))
         device = next(self.model.parameters()).device
-        input_ids = torch.tensor([[*ids, *[self._pad_token_id] * (longest - len(ids))] for ids in rows], device=device)
-        mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in rows], device=device)
+        padded = [[*ids, *[self._pad_token_id] * (longest - len(ids))] for ids in sequences]
+        mask = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
         with torch.inference_mode():
-            logits = self.model(input_ids=input_ids, attention_mask=mask).logits
-        if logits.shape != (len(rows), 1):
+            logits = self.model(
+                input_ids=torch.tensor(padded, device=device), attention_mask=torch.tensor(mask, device=device)
+            ).logits
+        if logits.shape != (len(sequences), 1):
             raise ConfigError(
-                f"The reward model '{self.__name__}' returned logits of shape {tuple(logits.shape)} for {len(rows)} "
-                f"rows; a reward model returns one number per row, ({len(rows)}, 1). {_WAY_OUT}"
+                f"The reward model '{self.__name__}' returned logits of shape {tuple(logits.shape)} for "
+                f"{len(sequences)} completions; a reward model returns one number each, ({len(sequences)}, 1). {_HINT}"
             )
         scores: list[float] = logits[:, 0].float().tolist()
         return scores
 
-    def _tell_too_long(self, lengths: Sequence[int], count: int) -> None:
-        if lengths and not self._told_about_length:
-            self._told_about_length = True
+    def _warn_too_long(self, lengths: Sequence[int], count: int) -> None:
+        if lengths and not self._warned_about_length:
+            self._warned_about_length = True
             logger.warning(
-                "The reward model '%s' takes %d tokens, and %d of %d completions have more with their prompt (up to "
-                "%d): it abstains on them, here and in later batches. %s/too_long_share counts them.",
+                "The reward model '%s' takes %d tokens, and %d of %d completions are longer with their prompt (up to "
+                "%d): it abstains on them, here and in later batches. The metric %s/too_long_share counts them.",
                 self.__name__, self.max_length, len(lengths), count, max(lengths), self.__name__,
             )  # fmt: skip
 
@@ -165,16 +173,17 @@ def reward_model(
     """The logit of a sequence-classification model with one label, for the prompt with its completion.
 
     Conversations go through the chat template of the reward model's own tokenizer, prompt and completion together;
-    plain texts are joined. No special tokens are added. The number is any real one; advantages do not depend on its
-    scale, but beside other rewards give it a weight that fits. The model is put into eval mode, and is never part of
-    the training graph. A model, or the id of one, in `reward_funcs` means the same as in TRL.
+    plain texts are concatenated. No special tokens are added. The logit has no fixed range: alone that does not
+    matter, but with other rewards choose a weight that fits. The model is set to eval mode and is never trained. A
+    model, or the id of one, in `reward_funcs` means the same as in TRL.
 
     Args:
         model: the model, or a folder or Hub id, which is loaded in the dtype that it was saved in.
-        processing_class: its tokenizer; None: the one saved beside the model.
-        batch_size: most rows of one forward.
-        max_length: in tokens, prompt included; longer rows abstain. None: the `max_position_embeddings` of the model.
-        chat_template_kwargs: for the chat template.
+        processing_class: its tokenizer; None for the one saved with the model.
+        batch_size: largest number of completions per forward pass.
+        max_length: largest number of tokens, prompt included; the reward abstains on longer ones. None for the model's
+            `max_position_embeddings`.
+        chat_template_kwargs: passed to the chat template.
         trust_remote_code: as in transformers.
 
     Raises:
@@ -183,20 +192,22 @@ def reward_model(
     return RewardModel(model, processing_class, batch_size, max_length, chat_template_kwargs, trust_remote_code)
 
 
-def with_reward_models(
-    reward_funcs: Any, reward_processing_classes: Any = None, **settings: Any
+def wrap_reward_models(
+    reward_funcs: RewardFunctions, reward_processing_classes: Any = None, **settings: Any
 ) -> list[Callable[..., Any]]:
-    """The reward functions as a list, with models and ids of models as `RewardModel`; the argument is left as it is.
+    """A new list of the reward functions, in which models and ids of models are wrapped as `RewardModel`.
 
     Args:
-        reward_processing_classes: one tokenizer per reward function, in their order, None for what needs none; or the
-            one tokenizer of the one function.
-        settings: of `reward_model`.
+        reward_funcs: one or several.
+        reward_processing_classes: one tokenizer per reward function, in their order, None for those that need none; or
+            the tokenizer of the only function.
+        settings: arguments of `reward_model`.
 
     Raises:
-        ConfigError: not as many tokenizers as functions, or a torch module that is no reward model.
+        ConfigError: not as many tokenizers as functions, or a torch module that is not a reward model.
     """
-    functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
+    is_one = callable(reward_funcs) or isinstance(reward_funcs, str)
+    functions: list[Any] = [reward_funcs] if is_one else list(reward_funcs)  # type: ignore[arg-type]
     if reward_processing_classes is None:
         tokenizers = [None] * len(functions)
     elif isinstance(reward_processing_classes, (list, tuple)):
@@ -209,32 +220,26 @@ def with_reward_models(
             "per function, in the same order: the tokenizer of a reward model, None for a function."
         )
     return [
-        reward_model(function, tokenizer, **settings) if _is_model(function) else function
+        reward_model(function, tokenizer, **settings) if is_model(function) else function
         for function, tokenizer in zip(functions, tokenizers, strict=True)
     ]
 
 
-_WAY_OUT = (
+_HINT = (
     "Load one by AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or wrap the model in a "
     "function that takes prompts, completions and **kwargs and returns one number per completion."
 )
-
-
-def _is_model(function: Any) -> bool:
-    """A string, or a torch module, told by its classes so that torch need not be there."""
-    classes = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(function).__mro__}
-    return isinstance(function, str) or "torch.Module" in classes
 
 
 def _check_is_classifier(model: Any) -> None:
     config = getattr(model, "config", None)
     labels = getattr(config, "num_labels", None)
     if labels is None or not hasattr(config, "get_text_config"):
-        raise ConfigError(f"reward_funcs holds a {type(model).__name__}, which is no model of transformers. {_WAY_OUT}")
+        raise ConfigError(f"reward_funcs holds a {type(model).__name__}, which is not a transformers model. {_HINT}")
     if labels != 1:
         raise ConfigError(
             f"reward_funcs holds a {type(model).__name__} with {labels} labels; a reward model has one, whose logit is "
-            f"the reward. {_WAY_OUT}"
+            f"the reward. {_HINT}"
         )
 
 
@@ -248,19 +253,19 @@ def _load(name: str, *, trust_remote_code: bool) -> Any:
             num_labels=1,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            local_files_only=is_out_of_reach(name),
+            local_files_only=is_unreachable(name),
         )
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a head with another number of labels
         raise ConfigError(
-            f"The reward model {name!r} cannot be loaded: {str(error).strip().partition(chr(10))[0]} A name in "
-            "reward_funcs is a sequence-classification model with one label: a folder, or a name on the Hub."
+            f"The reward model {name!r} cannot be loaded: {summarize_error(error)} A string in reward_funcs names a "
+            "sequence-classification model with one label: a folder, or a name on the Hub."
         ) from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(
             f"The weights of the reward model {name!r} lack {', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}, which would be random numbers. Take a model that was trained as a "
-            "reward model."
+            f"{', ...' if len(missing) > 3 else ''}, so they would be random numbers. Use a model that was trained "
+            "as a reward model."
         )
     return model
 
@@ -271,7 +276,7 @@ def _load_tokenizer(model: Any, *, trust_remote_code: bool) -> Any:
     name = getattr(model.config, "_name_or_path", "")
     try:
         return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, local_files_only=is_out_of_reach(name)
+            name, trust_remote_code=trust_remote_code, local_files_only=is_unreachable(name)
         )
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Any
 from grupo.errors import RewardError
 from grupo.rewards.answers.extraction import completion_texts
 from grupo.rewards.verifiers.base import Decision, GoldVerifier
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 _DECISIONS: Mapping[Decision, bool | None] = MappingProxyType({"right": True, "wrong": False, "undecided": None})
 
@@ -51,7 +51,7 @@ def disagreement(
     """
     if len(completions) != len(golds):
         raise RewardError(
-            f"disagreement got {counted(len(golds), 'gold answer')} for {counted(len(completions), 'completion')}."
+            f"disagreement got {pluralize(len(golds), 'gold answer')} for {pluralize(len(completions), 'completion')}."
         )
     texts = completion_texts(completions)
     pairs = zip(_verdicts(verifier_a, texts, golds), _verdicts(verifier_b, texts, golds), strict=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, get_args
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers.extraction import Found, completion_texts
 from grupo.rewards.answers.ground_truth import shown_gold
-from grupo.utils.messages import counted
+from grupo.utils.messages import pluralize
 
 Decision = Literal["right", "wrong", "undecided"]
 
@@ -70,8 +70,8 @@ class VerifierReward:
             )
         if len(verdicts) != len(texts):
             raise RewardError(
-                f"The verifier {self.__name__} returned {counted(len(verdicts), 'verdict')} for "
-                f"{counted(len(texts), 'completion')}; it must return one for each."
+                f"The verifier {self.__name__} returned {pluralize(len(verdicts), 'verdict')} for "
+                f"{pluralize(len(texts), 'completion')}; it must return one for each."
             )
         for verdict in verdicts:
             if verdict.decision not in self._scores:
@@ -127,8 +127,8 @@ class JudgedByGold(ABC):
         golds = columns[self.gold_column]
         if len(golds) != len(completions):
             raise RewardError(
-                f"{self.__name__} got {counted(len(golds), 'gold answer')} in '{self.gold_column}' for "
-                f"{counted(len(completions), 'completion')}; it needs one for each."
+                f"{self.__name__} got {pluralize(len(golds), 'gold answer')} in '{self.gold_column}' for "
+                f"{pluralize(len(completions), 'completion')}; it needs one for each."
             )
         return completion_texts(completions), golds
 

@@ -30,7 +30,7 @@ from grupo.rewards.answers.extraction import (
 )
 from grupo.rewards.answers.ground_truth import ANSWER_NEEDED, read_gold
 from grupo.rewards.answers.latex import Answer, read_answer, same_answer
-from grupo.rewards.value_range import with_range
+from grupo.rewards.value_range import declare_range
 from grupo.rewards.verifiers.base import GoldReward, GoldVerifier, Verdict, compared, unreadable, without_answer
 from grupo.rewards.verifiers.math_verify import MathVerify
 
@@ -187,7 +187,7 @@ def boxed_accuracy(gold_column: str = "answer") -> GoldReward:
 LogExtra = Callable[[str, list[Any]], None]
 
 
-@with_range(0.0, 1.0)
+@declare_range(0.0, 1.0)
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[Any], log_extra: LogExtra | None = None, **kwargs: Any
 ) -> list[float | None]:
@@ -198,7 +198,7 @@ def accuracy_reward(
     return _like_trl("accuracy_reward", completion_texts(completions), solution, log_extra)
 
 
-@with_range(0.0, 1.0)
+@declare_range(0.0, 1.0)
 def reasoning_accuracy_reward(
     completions: Sequence[Any],
     solution: Sequence[Any],

@@ -1,12 +1,12 @@
-"""Verifiers and rewards of the built-in puzzles: an expression that reaches a target, a list of numbers; and the reward
-of reasoning-gym's tasks. Of the verifiers, none evaluates text as Python.
-"""
+"""Rewards of puzzles: an expression that reaches a target, a list of numbers, and the scorers of reasoning-gym."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import math
+import operator
 import re
 import warnings
 from collections import Counter
@@ -29,19 +29,19 @@ from grupo.rewards.verifiers.base import (
 )
 
 MAX_EXPRESSION = 300
-"""Characters; six numbers with their operators and parentheses take fewer than 60."""
-MAX_DEPTH = 32
+"""Longest expression in characters; six numbers with their operators and parentheses take fewer than 60."""
 MAX_LISTED = 1000
+"""Items at the end of an answer that are read as a list of numbers."""
 
 _MARKED = Extraction(("tag", "boxed"))
 _IN_LINE = Extraction(("phrase",), strict=False)
 
 
 def written_answer(text: str, lines: int = 1) -> str:
-    """What a completion gives as its answer: the last `<answer>` block, else the last box, else its last `lines`.
+    """The answer of a completion: its last `<answer>` block, else its last box, else its last `lines`.
 
-    Of a line such as `Answer: 3 * 8`, what stands behind `answer`. Math delimiters, bold and code marks, and one full
-    stop are taken off.
+    A last line such as `Answer: 3 * 8` counts from after `Answer:`. Math delimiters, bold and code marks, and one full
+    stop are removed.
     """
     found = _MARKED.find(text)
     answer = found.answer or ""
@@ -53,99 +53,62 @@ def written_answer(text: str, lines: int = 1) -> str:
 
 # Countdown -----------------------------------------------------------------------------------------------------------
 
-_SYMBOLS = {"×": "*", "·": "*", "⋅": "*", "\\times": "*", "\\cdot": "*", "÷": "/", "\\div": "/", "−": "-", "–": "-"}
-_TOKEN = re.compile(r"\s*([0-9]{1,12}|[-+*/()])")
+_SYMBOLS = {
+    "\\times": "*", "\\cdot": "*", "\\div": "/", "\\left": "", "\\right": "",
+    "×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-",
+}  # fmt: skip
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-class _Expression:
-    """Recursive descent over whole numbers, + - * / and parentheses, exactly.
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression of whole numbers, from its syntax tree and without running it, and its numbers.
 
     Raises:
-        ValueError: the text is no such expression, or divides by zero.
+        ValueError: it has anything but numbers, parentheses and + - * / between them, or is longer than
+            `MAX_EXPRESSION`.
+        ZeroDivisionError: it divides by zero.
     """
+    refusal = f"it is not an expression of whole numbers, + - * / and parentheses of up to {MAX_EXPRESSION} characters"
+    numbers: list[int] = []
 
-    def __init__(self, text: str) -> None:
-        self.tokens = _tokens(text)
-        self.position = 0
-        self.numbers = [int(token) for token in self.tokens if token.isdigit()]
-        self.value = self._sum(0)
-        if self.position < len(self.tokens):
-            raise ValueError(f"{self.tokens[self.position]!r} is not expected where it stands")
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            numbers.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return Fraction(_OPERATORS[type(node.op)](value(node.left), value(node.right)))
+        raise ValueError(refusal)
 
-    def _next(self) -> str:
-        return self.tokens[self.position] if self.position < len(self.tokens) else ""
-
-    def _take(self) -> str:
-        token = self._next()
-        self.position += 1
-        return token
-
-    def _sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while self._next() in ("+", "-"):
-            sign = self._take()
-            term = self._product(depth)
-            value = value + term if sign == "+" else value - term
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._operand(depth)
-        while self._next() in ("*", "/"):
-            sign = self._take()
-            factor = self._operand(depth)
-            if sign == "/" and not factor:
-                raise ValueError("it divides by zero")
-            value = value * factor if sign == "*" else value / factor
-        return value
-
-    def _operand(self, depth: int) -> Fraction:
-        token = self._take()
-        if token.isdigit():
-            return Fraction(int(token))
-        if token != "(" or depth == MAX_DEPTH:
-            raise ValueError(f"a number or '(' is expected, not {token!r}" if token else "it ends too early")
-        value = self._sum(depth + 1)
-        if self._take() != ")":
-            raise ValueError("a parenthesis is not closed")
-        return value
-
-
-def _tokens(text: str) -> list[str]:
-    if len(text) > MAX_EXPRESSION:
-        raise ValueError(f"it is longer than {MAX_EXPRESSION} characters")
-    for written, meant in _SYMBOLS.items():
-        text = text.replace(written, meant)
-    text = text.replace("\\left", "").replace("\\right", "")
-    tokens: list[str] = []
-    position = 0
-    while position < len(text.rstrip()):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise ValueError(f"{text[position:].lstrip()[:10]!r} is no number, operator or parenthesis")
-        if tokens and tokens[-1].isdigit() and match[1].isdigit():
-            raise ValueError(f"no operator stands between {tokens[-1]} and {match[1]}")
-        tokens.append(match[1])
-        position = match.end()
-    return tokens
+    for symbol, plain in _SYMBOLS.items():
+        text = text.replace(symbol, plain)
+    if len(text) > MAX_EXPRESSION or not re.fullmatch(r"[-+*/()0-9\s]*", text):
+        raise ValueError(refusal)
+    text = re.sub(r"(?<!\d)0+(?=\d)", "", " ".join(text.split()))  # Python has no numbers like 08
+    try:
+        return value(ast.parse(text, mode="eval").body), numbers
+    except (SyntaxError, MemoryError, RecursionError):  # the latter two: parentheses nested too deeply for the parser
+        raise ValueError(refusal) from None
 
 
 def countdown_fault(answer: str, numbers: Sequence[int], target: Fraction | int) -> str | None:
-    """What is wrong with a written expression, or None where it reaches `target` with each number used at most once.
+    """The reason why an expression is wrong; None if it reaches `target` with each number used at most once.
 
     `3 * 8 = 24` counts as `3 * 8`, if the right-hand side is the target. Values are exact: 8 / 3 * 3 is 8. A sign in
     front of a number or parenthesis is refused, because only the operators between numbers are part of the game.
     """
-    written, *results = answer.split("=")
+    expression, *results = answer.split("=")
     if len(results) > 1 or (results and gold_number(results[0].strip()) != target):
-        return f"what stands behind '=' is not {target}"
+        return f"the right-hand side of '=' is not {target}"
     try:
-        expression = _Expression(written)
+        value, used = evaluate_expression(expression)
+    except ZeroDivisionError:
+        return "it divides by zero"
     except ValueError as error:
-        return f"it is no expression: {error}"
-    extra = Counter(expression.numbers) - Counter(numbers)
+        return str(error)
+    extra = Counter(used) - Counter(numbers)
     if extra:
         return f"it uses {', '.join(map(str, sorted(extra.elements())))} more often than given"
-    return None if expression.value == target else f"its value is {expression.value}, not {target}"
+    return None if value == target else f"its value is {value}, not {target}"
 
 
 class CountdownVerifier:
@@ -168,26 +131,26 @@ class CountdownVerifier:
         goal = gold_number(target)
         given = [gold_number(number) for number in numbers] if isinstance(numbers, (list, tuple)) else []
         whole = [int(number) for number in given if number is not None and number.denominator == 1]
-        is_writable = goal is not None and max(goal.numerator.bit_length(), goal.denominator.bit_length()) <= MAX_BITS
-        if goal is None or not is_writable or not given or len(whole) < len(given):
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"countdown cannot read a puzzle with {self.numbers_column}={shown_value(numbers, 60)} and "
-                    f"{self.target_column}={shown_value(target, 30)}: it takes a list of whole numbers and "
-                    "a number. It abstains on such rows.",
-                    stacklevel=4,
-                )
-            return Verdict("undecided", "the puzzle cannot be read")
-        fault = countdown_fault(written_answer(text), whole, goal)
-        return Verdict("right", f"it reaches {goal}") if fault is None else Verdict("wrong", fault)
+        is_printable = goal is not None and max(goal.numerator.bit_length(), goal.denominator.bit_length()) <= MAX_BITS
+        if goal is not None and is_printable and whole and len(whole) == len(given):
+            fault = countdown_fault(written_answer(text), whole, goal)
+            return Verdict("right", f"it reaches {goal}") if fault is None else Verdict("wrong", fault)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"countdown cannot read a puzzle with {self.numbers_column}={shown_value(numbers, 60)} and "
+                f"{self.target_column}={shown_value(target, 30)}: it needs a list of whole numbers and a number. It "
+                "abstains on such rows.",
+                stacklevel=4,
+            )
+        return Verdict("undecided", "the puzzle cannot be read")
 
 
 def countdown(numbers_column: str = "numbers", target_column: str = "target") -> VerifierReward:
     """1.0 where the answer is an expression with the value `target` that uses each given number at most once, else 0.0.
 
-    The answer is the last `<answer>` block, else the last box, else the last line; see `puzzles.countdown_fault` for
-    what counts. With other names of the columns it suits public countdown datasets, such as `nums` and `target`.
+    The answer is the last `<answer>` block, else the last box, else the last line; `puzzles.countdown_fault` has the
+    rules. Column names are arguments, so that it suits public countdown datasets with `nums` and `target`.
     """
     return reward_from(CountdownVerifier(numbers_column, target_column), right=1.0, wrong=0.0)
 
@@ -237,8 +200,8 @@ def _gold_list(gold: Any) -> list[Fraction] | None:
 def number_list(gold_column: str = "answer") -> GoldReward:
     """1.0 where the answer is the list of gold numbers, in their order, else 0.0.
 
-    The answer is the last `<answer>` block, else the last box, else the last line; what counts of it are the numbers at
-    its end, so `Sorted: 1, 2, 3` is 1, 2, 3.
+    The answer is the last `<answer>` block, else the last box, else the last line. Only the numbers at its end count,
+    so `Sorted: 1, 2, 3` is 1, 2, 3.
     """
     return GoldReward(NumberListVerifier("number_list", gold_column))
 
@@ -253,7 +216,7 @@ _CODE = re.compile(r"__|\.\s*[A-Za-z_]|\b(?:lambda|for|import|while|yield)\b|:=|
 
 
 def may_run(answer: str) -> bool:
-    """Whether an answer could do anything but be data if somebody evaluated it: calls, attributes, loops, powers."""
+    """Whether an answer could do more than be data if it was evaluated: calls, attributes, loops, large powers."""
     for called, _ in _CALL.findall(answer):
         if called not in _HARMLESS_CALLS:
             return True
@@ -281,7 +244,7 @@ class ReasoningGym:
         if not isinstance(entry, Mapping) or "source_dataset" not in entry.get("metadata", {}):
             raise RewardError(
                 f"reasoning_gym needs the whole entry of the task in the column '{self.entry_column}', with its "
-                "metadata; task reasoning-gym:NAME makes such rows."
+                "metadata; the task reasoning-gym:NAME makes such rows."
             )
         # Grids and boards have several lines.
         answer = written_answer(text, lines=max(1, len(str(entry.get("answer")).splitlines())))
@@ -290,7 +253,7 @@ class ReasoningGym:
             return 0.0
         try:
             score = float(scorer(answer=answer, entry=entry))
-        except Exception:  # scorers of many authors, on arbitrary text: what they cannot read is no right answer
+        except Exception:  # scorers of many authors, on arbitrary text: an answer that they cannot read is not right
             return 0.0
         return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
 
@@ -317,7 +280,7 @@ def import_reasoning_gym() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ConfigError("Tasks of reasoning-gym need the package of that name: pip install reasoning-gym.") from error
+        raise ConfigError("It needs the package reasoning-gym: pip install reasoning-gym") from error
     return reasoning_gym
 
 
@@ -325,7 +288,7 @@ def reasoning_gym(entry_column: str = "entry") -> ReasoningGym:
     """The score of reasoning-gym's own scorer for its tasks, from 0 to 1; 0 for an empty answer.
 
     The answer is the last `<answer>` block, else the last box, else the last line or lines. Some of the scorers
-    evaluate the answer as Python; an answer to those gets 0 unseen where it has calls, attributes, loops or large
-    powers.
+    evaluate the answer as Python; they do not see an answer with calls, attributes, loops or large powers, which gets
+    0.
     """
     return ReasoningGym(entry_column)

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from grupo.models.load import base_model, vocabulary_size
+from grupo.models.inspect import base_model, vocabulary_size
+from grupo.models.memory import LayerWidths
 from grupo.models.quantization import arithmetic_dtype
 from grupo.models.shared_prompt_attention import (
     LAYOUT_KEYWORD,
     DecodeLayout,
-    hidden_windows,
+    missing_window_reason,
     packed_attention,
-    why_not_packed,
+    packing_unsupported_reason,
 )
-from grupo.rollout.local.kv_cache import RowCache
+from grupo.rollout.local.kv_cache import AlignedKVCache, cache_bytes
 from grupo.types import GroupSpan, PackedLayout
 
 CHECK_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
@@ -35,13 +36,20 @@ PREFILL_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Entry:
+class PrefilledPrompt:
     """A prompt that was computed, and the completions of it that are still to enter."""
 
     token_ids: tuple[int, ...]
     cache: Any
     logits: Tensor
     """(V,) after the prompt's last token."""
+
+
+def prefill_bytes(prompts: int, prompt: int, widths: LayerWidths, *, itemsize: int, cache_itemsize: int) -> int:
+    """Memory of `prompts` prompts of `prompt` tokens on their way into the cache: their keys and values, and what one
+    forward computes."""
+    computed = min(prompts * prompt, max(PREFILL_TOKENS, prompt))
+    return cache_bytes(prompts * prompt, widths, itemsize=cache_itemsize) + computed * widths.in_layer(4) * itemsize
 
 
 class Decoder(Protocol):
@@ -52,9 +60,9 @@ class Decoder(Protocol):
         """Kept open around everything else."""
         ...
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[Entry]: ...
+    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[PrefilledPrompt]: ...
 
-    def enter(self, entry: Entry, count: int) -> None:
+    def enter(self, entry: PrefilledPrompt, count: int) -> None:
         """`count` rows of this prompt go behind the rows that are there."""
         ...
 
@@ -67,30 +75,30 @@ class Decoder(Protocol):
         ...
 
 
-class Calls:
+class ForwardSignature:
     """How a model wants to be called."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = inspect.signature(type(base_model(model)).forward).parameters
-        self.takes_positions = "position_ids" in parameters
+        self.accepts_position_ids = "position_ids" in parameters
         # transformers 5.24 renamed the keyword and the field of the output.
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
 
 
 class RowDecoder:
-    """Over `RowCache`: prompts in packed rows without padding, and rows that come and go at any step.
+    """Over `AlignedKVCache`: prompts in packed rows without padding, and rows that come and go at any step.
 
     Used inside of `attention()` only.
     """
 
     can_refill = True
 
-    def __init__(self, model: nn.Module, *, calls: Calls, slots: int) -> None:
+    def __init__(self, model: nn.Module, *, signature: ForwardSignature, slots: int) -> None:
         self.model = model
-        self.calls = calls
+        self.signature = signature
         self.slots = slots
         self.device = next(base_model(model).parameters()).device
-        self.cache: RowCache | None = None
+        self.cache: AlignedKVCache | None = None
         self.positions: list[int] = []
         self.windows: set[int | None] = set()
         """Sliding windows that the layers asked for."""
@@ -98,8 +106,8 @@ class RowDecoder:
     def attention(self) -> AbstractContextManager[None]:
         return packed_attention(base_model(self.model))
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[Entry]:
-        entries: list[Entry] = []
+    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[PrefilledPrompt]:
+        entries: list[PrefilledPrompt] = []
         batch: list[tuple[int, ...]] = []
         for prompt in prompts:
             if batch and sum(map(len, batch)) + len(prompt) > PREFILL_TOKENS:
@@ -108,7 +116,7 @@ class RowDecoder:
             batch.append(prompt)
         return entries + self._prefill(batch)
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[Entry]:
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[PrefilledPrompt]:
         ids = [token for prompt in prompts for token in prompt]
         positions = [position for prompt in prompts for position in range(len(prompt))]
         spans: list[GroupSpan] = []
@@ -117,9 +125,9 @@ class RowDecoder:
         last = torch.tensor([span.stop - 1 for span in spans], device=self.device)
         layout = PackedLayout(tuple(spans), self.windows)
         output = self._forward([ids], [positions], layout, DynamicCache(), logits_to_keep=last)
-        layers = [(layer.keys, layer.values) for layer in output[self.calls.cache_name].layers]
+        layers = [(layer.keys, layer.values) for layer in output[self.signature.cache_name].layers]
         return [
-            Entry(
+            PrefilledPrompt(
                 prompt,
                 [(key[:, :, span.start : span.stop], value[:, :, span.start : span.stop]) for key, value in layers],
                 output.logits[0, index],
@@ -127,9 +135,9 @@ class RowDecoder:
             for index, (prompt, span) in enumerate(zip(prompts, spans, strict=True))
         ]
 
-    def enter(self, entry: Entry, count: int) -> None:
+    def enter(self, entry: PrefilledPrompt, count: int) -> None:
         if self.cache is None:
-            self.cache = RowCache(entry.cache, self.slots)
+            self.cache = AlignedKVCache(entry.cache, self.slots)
         self.cache.enter(entry.cache, count)
         self.positions.extend([len(entry.token_ids)] * count)
 
@@ -156,7 +164,7 @@ class RowDecoder:
             position_ids=torch.tensor(positions, device=self.device),
             use_cache=True,
             logits_to_keep=logits_to_keep,
-            **{self.calls.cache_name: cache, LAYOUT_KEYWORD: layout},
+            **{self.signature.cache_name: cache, LAYOUT_KEYWORD: layout},
         )
 
 
@@ -165,9 +173,9 @@ class PlainDecoder:
 
     can_refill = False
 
-    def __init__(self, model: nn.Module, *, calls: Calls) -> None:
+    def __init__(self, model: nn.Module, *, signature: ForwardSignature) -> None:
         self.model = model
-        self.calls = calls
+        self.signature = signature
         self.device = next(base_model(model).parameters()).device
         self.cache: Any = None
         self.mask = torch.zeros(0, 0, dtype=torch.long)
@@ -177,13 +185,13 @@ class PlainDecoder:
     def attention(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[Entry]:
+    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> list[PrefilledPrompt]:
         ids, self.mask = pad_left(prompts, self.device)
         self.cache, self._waiting = None, []
         logits = self._forward(ids, (self.mask.cumsum(-1) - 1).clamp_min(0))
-        return [Entry(prompt, index, logits[index]) for index, prompt in enumerate(prompts)]
+        return [PrefilledPrompt(prompt, index, logits[index]) for index, prompt in enumerate(prompts)]
 
-    def enter(self, entry: Entry, count: int) -> None:
+    def enter(self, entry: PrefilledPrompt, count: int) -> None:
         self._waiting.extend([entry.cache] * count)
 
     def keep(self, order: Sequence[int]) -> None:
@@ -205,32 +213,32 @@ class PlainDecoder:
         self.mask = self.mask.index_select(0, index)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        extra = {"position_ids": positions} if self.calls.takes_positions else {}
+        extra = {"position_ids": positions} if self.signature.accepts_position_ids else {}
         output = self.model(
             input_ids=ids,
             attention_mask=self.mask,
             use_cache=True,
             logits_to_keep=1,
             **extra,
-            **{self.calls.cache_name: self.cache},
+            **{self.signature.cache_name: self.cache},
         )
-        self.cache = output[self.calls.cache_name]
+        self.cache = output[self.signature.cache_name]
         logits: Tensor = output.logits[:, -1]
         return logits
 
 
-def takes_row_cache(model: nn.Module, calls: Calls, *, like: nn.Module) -> bool:
-    """Whether decoding `model` over `RowCache` gives the log-probs of a forward of `like` without any cache.
+def supports_row_cache(model: nn.Module, signature: ForwardSignature, *, like: nn.Module) -> bool:
+    """Whether decoding `model` over `AlignedKVCache` gives the log-probs of a forward of `like` without any cache.
 
     Two prompts of different lengths are continued, one of them by two rows, of which one leaves.
     """
     base = base_model(model)
     size = vocabulary_size(base)
-    if size is None or not calls.takes_positions or why_not_packed(base) is not None:
+    if size is None or not signature.accepts_position_ids or packing_unsupported_reason(base) is not None:
         return False
     prompts = [tuple((5 * place + 2) % size for place in range(length)) for length in (7, 4)]
     steps = [[(11 * place + row) % size for place in range(4)] for row in range(3)]
-    decoder = RowDecoder(model, calls=calls, slots=3)
+    decoder = RowDecoder(model, signature=signature, slots=3)
     try:
         with decoder.attention():
             long, short = decoder.prefill(prompts)
@@ -250,7 +258,7 @@ def takes_row_cache(model: nn.Module, calls: Calls, *, like: nn.Module) -> bool:
     # What a model's own code does with a cache and a keyword that it does not know.
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, NotImplementedError):
         return False
-    if hidden_windows(base, PackedLayout((), decoder.windows)) is not None:
+    if missing_window_reason(base, PackedLayout((), decoder.windows)) is not None:
         return False
     pairs = (torch.log_softmax(torch.stack(values).float(), -1) for values in (found, expected))
     difference = float((next(pairs) - next(pairs)).abs().max())

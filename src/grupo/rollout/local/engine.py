@@ -15,14 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from grupo.errors import TrainingError
-from grupo.models.memory import free_bytes, give_back_memory
-from grupo.models.quantization import dense_bytes, spare_evaluation_mode
+from grupo.models.memory import free_bytes
+from grupo.models.quantization import dense_bytes
 from grupo.rollout.engine import GenerationRequest
-from grupo.rollout.local.decoders import Calls, Decoder, Entry, PlainDecoder, RowDecoder, takes_row_cache
-from grupo.rollout.local.inference_copy import decoding_copy, unfolded_layers
-from grupo.rollout.local.token_sampling import draw_tokens
+from grupo.rollout.local.decoders import (
+    Decoder,
+    ForwardSignature,
+    PlainDecoder,
+    PrefilledPrompt,
+    RowDecoder,
+    supports_row_cache,
+)
+from grupo.rollout.local.inference_copy import make_inference_copy, unfolded_layers
+from grupo.rollout.local.token_sampling import sample_tokens
 from grupo.sampling import SamplingSpec
 from grupo.types import Completion, FinishReason
+from grupo.utils.malloc import trim_host_memory
+from grupo.utils.quantized_layers import evaluation_mode
 
 logger = logging.getLogger("grupo")
 
@@ -51,13 +60,13 @@ class _Row:
 
 
 @dataclass
-class _Waiting:
+class _PendingRequest:
     """A request of which some completions have not begun."""
 
     index: int
     request: GenerationRequest
     begun: int = 0
-    entry: Entry | None = None
+    entry: PrefilledPrompt | None = None
 
 
 class LocalEngine:
@@ -89,20 +98,21 @@ class LocalEngine:
         self.stop_token_ids = tuple(stop_token_ids)
         self.autocast = autocast
         self.device = next(model.parameters()).device
-        self.max_rows = max_rows or most_rows(self.device.type)
-        self._calls = Calls(model)
+        self.max_rows = max_rows or max_rows_for(self.device.type)
+        self._signature = ForwardSignature(model)
         if unfolded := unfolded_layers(model):
             logger.info(
                 "The adapters of %d layers decode unfolded, which takes longer: they are not plain LoRA.", unfolded
             )
-        self._takes_row_cache: bool | None = None
+        self._supports_row_cache: bool | None = None
         self.copies: bool | None = None
         """Whether a copy decodes; None: decided at the first rollout, by the free memory."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         finished: dict[tuple[int, int], Completion] = {}
         if any(request.seeds for request in requests):
-            with torch.no_grad(), _evaluation_mode(self.model), self.autocast():
+            # Without dropout, and without gradient checkpointing, which would drop the cache.
+            with torch.no_grad(), evaluation_mode(self.model), self.autocast():
                 model = self._decoding_model()
                 decoder = self._decoder(model, requests)
                 # Faster still, but tensors that are made in it can never take part in training: only for the copy.
@@ -111,7 +121,7 @@ class LocalEngine:
                     for row, stopped in self._rows(decoder, requests, sampling):
                         finished[row.request, row.place] = self._completion(row, stopped)
                 del decoder, model
-            give_back_memory(self.device)
+            trim_host_memory(self.device.type)
         return [
             [finished[index, place] for place in range(len(request.seeds))] for index, request in enumerate(requests)
         ]
@@ -119,25 +129,24 @@ class LocalEngine:
     def _decoding_model(self) -> nn.Module:
         if self.copies is None:
             # Once: with folded adapters numbers are rounded differently, and a run is to stay the same all along.
-            free, needed = free_bytes(self.device), dense_bytes(self.model)
-            self.copies = free is None or free > COPY_HEADROOM * needed
-        copied = decoding_copy(self.model) if self.copies else None
+            self.copies = copy_fits(self.model, free_bytes(self.device))
+        copied = make_inference_copy(self.model) if self.copies else None
         return self.model if copied is None else copied
 
     def _decoder(self, model: nn.Module, requests: Sequence[GenerationRequest]) -> Decoder:
-        if self._takes_row_cache is None:
-            self._takes_row_cache = takes_row_cache(model, self._calls, like=self.model)
-        if not self._takes_row_cache:
-            return PlainDecoder(self.model, calls=self._calls)
+        if self._supports_row_cache is None:
+            self._supports_row_cache = supports_row_cache(model, self._signature, like=self.model)
+        if not self._supports_row_cache:
+            return PlainDecoder(self.model, signature=self._signature)
         slots = min(self.max_rows, sum(len(request.seeds) for request in requests))
-        return RowDecoder(model, calls=self._calls, slots=slots)
+        return RowDecoder(model, signature=self._signature, slots=slots)
 
     def _rows(
         self, decoder: Decoder, requests: Sequence[GenerationRequest], sampling: SamplingSpec
     ) -> Iterator[tuple[_Row, bool]]:
         """Yields each row when it is finished, with whether a stop token ended it."""
         stop_ids = {*self.stop_token_ids, *sampling.stop_token_ids}
-        waiting = deque(_Waiting(index, request) for index, request in enumerate(requests) if request.seeds)
+        waiting = deque(_PendingRequest(index, request) for index, request in enumerate(requests) if request.seeds)
         rows: list[_Row] = []
         logits: Tensor | None = None
         seen: Tensor | None = None
@@ -149,7 +158,7 @@ class LocalEngine:
                 rows.extend(new_rows)
             assert logits is not None
             uniforms = [row.uniforms[len(row.token_ids)] for row in rows]
-            draw = draw_tokens(
+            draw = sample_tokens(
                 logits, sampling, torch.tensor(uniforms, dtype=torch.float64, device=logits.device), seen
             )
             # One transfer a step; token ids are exact in float64.
@@ -170,7 +179,7 @@ class LocalEngine:
             next_ids = draw.token_ids
             if len(going) < len(rows):
                 # Rows that stopped leave at once: nothing is computed for a finished completion.
-                order = _without_holes(going)
+                order = _compact_order(going)
                 decoder.keep(order)
                 rows = [rows[place] for place in order]
                 index = torch.tensor(order, dtype=torch.long, device=next_ids.device)
@@ -184,11 +193,11 @@ class LocalEngine:
             logits = decoder.step(next_ids)
 
     def _enter(
-        self, decoder: Decoder, waiting: deque[_Waiting], running: int, sampling: SamplingSpec
+        self, decoder: Decoder, waiting: deque[_PendingRequest], running: int, sampling: SamplingSpec
     ) -> tuple[list[_Row], Tensor, Tensor | None]:
         """Rows for the free places, in order of the requests; their (R, V) logits, and the tokens of their prompts."""
         free = self.max_rows - running
-        coming: list[tuple[_Waiting, int]] = []
+        coming: list[tuple[_PendingRequest, int]] = []
         for item in waiting:
             count = min(free, len(item.request.seeds) - item.begun)
             if count:
@@ -234,12 +243,17 @@ class LocalEngine:
         )
 
 
-def most_rows(device_type: str) -> int:
+def copy_fits(model: nn.Module, free: int | None) -> bool:
+    """Whether `free` bytes are enough for a copy that decodes; None: they are not known, and taken as enough."""
+    return free is None or free > COPY_HEADROOM * dense_bytes(model)
+
+
+def max_rows_for(device_type: str) -> int:
     """Completions that are decoded together on a device of this kind, unless an engine is told otherwise."""
     return MAX_ROWS.get(device_type, MAX_ROWS_ELSEWHERE)
 
 
-def _without_holes(going: Sequence[int]) -> list[int]:
+def _compact_order(going: Sequence[int]) -> list[int]:
     """The rows that go on, those at the end moved into the places that became free; the others stay where they are."""
     count = len(going)
     staying = {row for row in going if row < count}
@@ -254,16 +268,3 @@ def _uniforms(seed: int, sampling: SamplingSpec) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     numbers: list[float] = torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator).tolist()
     return numbers
-
-
-@contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """`eval()` for the rollout: dropout off, and gradient checkpointing, which would drop the cache, off too."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    spare_evaluation_mode(model)
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training

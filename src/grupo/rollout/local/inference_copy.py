@@ -20,16 +20,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grupo.models.inplace_lora import has_hooks, is_plain_lora
-from grupo.models.load import base_model
-from grupo.models.quantization import dense_dtype, dense_weight, is_4bit, is_8bit, multiplies_dense_weight
+from grupo.models.inspect import base_model, quantizable_layers
+from grupo.models.quantization import dense_dtype, dense_weight, multiplies_dense_weight
 from grupo.rollout.local.fused_layer import DecodingLayer, Rotation, is_fusible
+from grupo.utils.quantized_layers import is_4bit, is_8bit
 
 PACKED_TOLERANCE = 1e-5
 """Relative to the largest magnitude: products may be summed up in another order, and no more."""
+DENSE_ITEMSIZE = {"nf4": {"cpu": 4, "cuda": 2}, "int8": {"cpu": 4, "cuda": 0}}
+"""Bytes of a quantised weight in the copy, by kind of device; 8-bit layers are not copied on CUDA."""
 FOLDED_INTO = (torch.float32, torch.float64)
 
 
-def decoding_copy(model: Any) -> nn.Module | None:
+def make_inference_copy(model: Any) -> nn.Module | None:
     """The base model as a structure of its own, in evaluation mode, with active adapters folded in.
 
     None where such a copy could differ from the model: a module's forward was replaced, or an adapter is none of layers
@@ -44,15 +47,22 @@ def decoding_copy(model: Any) -> nn.Module | None:
     return _copied(base, functools.partial(_replacement, rotation=Rotation()), {})
 
 
-def copied_bytes(model: Any, device_type: str, *, autocast: bool) -> int:
-    """Of the weights that `decoding_copy` makes anew on a device of this kind; nothing is made."""
+def inference_copy_bytes(model: Any, device_type: str, *, autocast: bool, quantization: str | None = None) -> int:
+    """Memory of the weights that `make_inference_copy` allocates on a device of this kind.
+
+    Args:
+        quantization: "nf4" or "int8" where the model is still to be loaded in this form.
+    """
+    if quantization is not None:
+        weights = sum(layer.weight.numel() for layer in quantizable_layers(model))
+        return weights * DENSE_ITEMSIZE[quantization][device_type]
     packs = device_type == "cpu" and _packing_works()
 
     def of(module: Any) -> int:
         groups = _groups(module)
         if groups is None:
             if _layer_of(module) is None:
-                return 0 if _keeps_itself(module) else sum(map(of, module.children()))
+                return 0 if _keep_as_is(module) else sum(map(of, module.children()))
             groups = ((module,),)
         return sum(_new_bytes(group, packs=packs, autocast=autocast) for group in groups)
 
@@ -80,13 +90,13 @@ def _replacement(module: Any, rotation: Rotation) -> nn.Module | None:
     """What stands for a module in the copy; None: a copy of it."""
     groups = _groups(module)
     if groups is not None:
-        qkv, output, gate_up, down = map(_joint, groups)
+        qkv, output, gate_up, down = map(_fuse_linears, groups)
         return DecodingLayer(
             module, (qkv, output, gate_up, down), rotation, _is_plain_float32(module.input_layernorm.weight)
         )
     if _layer_of(module) is not None:
-        return _joint((module,))
-    return module if _keeps_itself(module) else None
+        return _fuse_linears((module,))
+    return module if _keep_as_is(module) else None
 
 
 def _groups(module: Any) -> tuple[tuple[nn.Module, ...], ...] | None:
@@ -98,10 +108,10 @@ def _groups(module: Any) -> tuple[tuple[nn.Module, ...], ...] | None:
         (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,),
         (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,),
     )  # fmt: skip
-    return groups if all(_is_one_kind([_layer_of(part) for part in group]) for group in groups) else None
+    return groups if all(_fusable([_layer_of(part) for part in group]) for group in groups) else None
 
 
-def _keeps_itself(module: nn.Module) -> bool:
+def _keep_as_is(module: nn.Module) -> bool:
     """As it reads the weights of its parts: DoRA, embeddings, layers that quantise their inputs."""
     return isinstance(module, BaseTunerLayer) or is_4bit(module) or is_8bit(module)
 
@@ -114,18 +124,18 @@ def _layer_of(module: Any) -> nn.Linear | None:
     return None if has_hooks(layer) else layer
 
 
-def _is_one_kind(layers: Sequence[nn.Linear | None]) -> bool:
+def _fusable(layers: Sequence[nn.Linear | None]) -> bool:
     """Whether all are layers that one can stand for."""
     return layers[0] is not None and len({(type(layer), layer and _dtype(layer)) for layer in layers}) == 1
 
 
-def _joint(modules: Sequence[nn.Module]) -> nn.Module:
+def _fuse_linears(modules: Sequence[nn.Module]) -> nn.Module:
     """Linear layers of the same input as one, whose output is theirs one after the other, adapters included."""
     layers = [layer for layer in map(_layer_of, modules) if layer is not None]
     deltas = [_deltas(module) for module in modules]
     sizes = [layer.out_features for layer in layers]
     dtype, first = _dtype(layers[0]), layers[0].weight
-    folds = _keeps_small_changes(first, dtype) and all(b.dtype == dtype for part in deltas for b, _, _ in part)
+    folds = _can_fold_adapter(first, dtype) and all(b.dtype == dtype for part in deltas for b, _, _ in part)
     if len(layers) == 1 and not (folds and deltas[0]):
         weight = _weight(layers[0])
     else:
@@ -150,7 +160,7 @@ def _weight(layer: nn.Linear) -> Tensor:
     return layer.weight.detach() if type(layer) is nn.Linear else dense_weight(layer)
 
 
-def _keeps_small_changes(weight: Tensor, dtype: torch.dtype) -> bool:
+def _can_fold_adapter(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether an adapter may be folded in. A weight in half precision would round most of its change away, and all of
     it in the first steps: what is sampled from would be the base model."""
     return dtype in FOLDED_INTO and not torch.is_autocast_enabled(weight.device.type)

@@ -11,23 +11,36 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from grupo.models.memory import LayerWidths
+
 GROWTH = 1.5
 SPARE_COLUMNS = 64
 
 
-def columns_for(needed: int, *, prompt: int) -> int:
-    """Columns of a cache that began with a prompt of so many tokens, and grew until `needed` fit."""
+def cache_columns(prompt: int, completion: int, *, refills: bool) -> int:
+    """Columns that the cache of completions of full length has in the end.
+
+    Args:
+        prompt, completion: tokens of a prompt and of a completion.
+        refills: whether rows enter while others are being decoded: those begin further right.
+    """
+    needed = prompt + completion - 1 + (SPARE_COLUMNS if refills else 0)
     columns = prompt + SPARE_COLUMNS
     while columns < needed:
         columns = _grown(columns)
     return columns
 
 
+def cache_bytes(tokens: int, widths: LayerWidths, *, itemsize: int) -> int:
+    """Memory of the keys and values of `tokens` tokens in all layers."""
+    return tokens * widths.cached * itemsize
+
+
 def _grown(columns: int) -> int:
     return max(columns + 1, int(columns * GROWTH))
 
 
-class RowCache(Cache):
+class AlignedKVCache(Cache):
     """The cache of the rows that are being decoded, of all layers.
 
     Args:
@@ -36,7 +49,7 @@ class RowCache(Cache):
     """
 
     def __init__(self, prompt: Sequence[tuple[Tensor, Tensor]], slots: int) -> None:
-        self.rows: list[_RowLayer] = [_RowLayer(key, value, slots) for key, value in prompt]
+        self.rows: list[_AlignedLayer] = [_AlignedLayer(key, value, slots) for key, value in prompt]
         super().__init__(layers=list(self.rows))
         self.slots = slots
         self.first: list[int] = []
@@ -98,7 +111,7 @@ class RowCache(Cache):
         self.first = [first + columns for first in self.first]
 
 
-class _RowLayer(CacheLayerMixin):
+class _AlignedLayer(CacheLayerMixin):
     """One layer: (R, k, columns, D) keys and values."""
 
     is_sliding = False

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from grupo.sampling import SamplingSpec
 
 BLOCK = 128
 """Tokens of the vocabulary; a divisor of most sizes."""
+LOGIT_TENSORS = 5
+"""Float32 tensors as large as the logits while tokens are sampled; twice as many with top-k, top-p or min-p."""
 
 
-class Draw(NamedTuple):
+class SampledTokens(NamedTuple):
     """What one decode step yields, each (R,)."""
 
     token_ids: Tensor
@@ -26,7 +29,7 @@ class Draw(NamedTuple):
     """Nats, of the tempered full softmax."""
 
 
-def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tensor | None = None) -> Draw:
+def sample_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tensor | None = None) -> SampledTokens:
     """Draws by inverse CDF.
 
     Args:
@@ -45,7 +48,7 @@ def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tens
         probs = sampled_log_probs.exp()
     token_ids = probs.argmax(-1) if spec.is_greedy else _inverse_cdf(probs, uniforms)
     index = token_ids.unsqueeze(-1)
-    return Draw(
+    return SampledTokens(
         token_ids,
         log_probs.gather(-1, index).squeeze(-1),
         sampled_log_probs.gather(-1, index).squeeze(-1),
@@ -53,8 +56,17 @@ def draw_tokens(logits: Tensor, spec: SamplingSpec, uniforms: Tensor, seen: Tens
     )
 
 
+def sampling_bytes(rows: int, vocabulary: int, spec: SamplingSpec) -> int:
+    """Peak memory of sampling one token in each of `rows` rows."""
+    return rows * vocabulary * 4 * LOGIT_TENSORS * (2 if _truncates(spec) else 1)
+
+
+def _truncates(spec: SamplingSpec) -> bool:
+    return bool(spec.top_k or spec.top_p < 1.0 or spec.min_p)
+
+
 def _changes_distribution(spec: SamplingSpec) -> bool:
-    return bool(spec.top_k or spec.top_p < 1.0 or spec.min_p or spec.repetition_penalty != 1.0)
+    return _truncates(spec) or spec.repetition_penalty != 1.0
 
 
 def truncated_log_probs(logits: Tensor, spec: SamplingSpec, seen: Tensor | None = None) -> Tensor:
@@ -63,29 +75,22 @@ def truncated_log_probs(logits: Tensor, spec: SamplingSpec, seen: Tensor | None 
     Tokens outside the kept support get -inf. At least one token is always kept.
     """
     if spec.repetition_penalty != 1.0:
+        # Not transformers' own: it needs as many ids in each row, and rows here have prompts of different lengths.
         assert seen is not None, "a repetition penalty needs the tokens seen so far"
         penalised = torch.where(logits < 0, logits * spec.repetition_penalty, logits / spec.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
     if not spec.is_greedy:
         logits = logits / spec.temperature
-    if spec.top_k and spec.top_k < logits.shape[-1]:
-        kth = logits.topk(spec.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+    warpers: list[Any] = []
+    if spec.top_k:
+        warpers.append(TopKLogitsWarper(spec.top_k))
     if spec.top_p < 1.0:
-        logits = _keep_nucleus(logits, spec.top_p)
+        warpers.append(TopPLogitsWarper(spec.top_p))
     if spec.min_p:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < spec.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+        warpers.append(MinPLogitsWarper(spec.min_p))
+    for warper in warpers:
+        logits = warper(None, logits)  # reads no token ids
     return torch.log_softmax(logits, dim=-1)
-
-
-def _keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Keeps the smallest set of most likely tokens whose probability reaches `top_p`."""
-    ordered, order = logits.sort(dim=-1, descending=True)
-    probs = ordered.softmax(-1)
-    mass_before = probs.cumsum(-1) - probs
-    ordered = ordered.masked_fill(mass_before >= top_p, -torch.inf)
-    return torch.full_like(logits, -torch.inf).scatter(-1, order, ordered)
 
 
 def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:

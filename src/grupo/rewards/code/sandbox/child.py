@@ -1,10 +1,10 @@
-"""What the interpreter in the sandbox executes: the untrusted program, and what is asked of it afterwards.
+"""Code that the interpreter in the sandbox executes: the untrusted program, then the calls to evaluate in it.
 
-Never imported: `sandbox.py` hands the text of this file to a fresh interpreter with `-c`. File descriptor 3 holds the
+Never imported: `runner.py` passes the text of this file to a fresh interpreter with `-c`. File descriptor 3 holds the
 job, 4 takes one JSON message. All of this shares a process with the program, so nothing here is trusted: the message is
-what the program claims, and whoever judges it keeps the expected values to himself.
+what the program claims, and the expected values never come here.
 
-Only modules in C are imported, because every run pays for them: json alone would double the time to start.
+Only modules written in C are imported, because every run pays for them: json alone would double the start-up time.
 """
 
 import builtins
@@ -31,8 +31,8 @@ def as_list(items):  # type: ignore[no-untyped-def]
     return "[" + ", ".join(items) + "]"
 
 
-def plain(value):  # type: ignore[no-untyped-def]
-    """A value in JSON: None, bool, float, str and small int as they are, the rest as {type: content}."""
+def encode(value):  # type: ignore[no-untyped-def]
+    """A value in JSON: None, bool, float, str and small int unchanged, the rest as {type: content}."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -44,26 +44,26 @@ def plain(value):  # type: ignore[no-untyped-def]
         return str(int(value)) if abs(value) < 2**63 else as_object([(text("int"), text(hex(value)))])
     if isinstance(value, (list, tuple, set, frozenset)):
         kind = "list" if isinstance(value, list) else "tuple" if isinstance(value, tuple) else "set"
-        return as_object([(text(kind), as_list(plain(item) for item in value))])
+        return as_object([(text(kind), as_list(encode(item) for item in value))])
     if isinstance(value, dict):
-        pairs = (as_list([plain(key), plain(item)]) for key, item in value.items())
+        pairs = (as_list([encode(key), encode(item)]) for key, item in value.items())
         return as_object([(text("dict"), as_list(pairs))])
     if isinstance(value, (bytes, bytearray)):
         return as_object([(text("bytes"), text(value.hex()))])
     if isinstance(value, complex):
-        return as_object([(text("complex"), as_list([plain(value.real), plain(value.imag)]))])
+        return as_object([(text("complex"), as_list([encode(value.real), encode(value.imag)]))])
     if hasattr(value, "tolist"):  # numpy
-        return plain(value.tolist())
-    raise TypeError(f"a {type(value).__name__} is no plain value (number, text, list, tuple, set, dict or bytes)")
+        return encode(value.tolist())
+    raise TypeError(f"a {type(value).__name__} is not a plain value (number, string, list, tuple, set, dict or bytes)")
 
 
 def main():  # type: ignore[no-untyped-def]
     with os.fdopen(JOB, "rb") as file:
         job = marshal.load(file)
-    # Programs end with exit(), which only the site module defines; `-S` leaves that out.
+    # Programs end with exit(), which only the site module defines; `-S` skips that.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
-    asks = job["calls"] or job["script"] is not None
-    module = types.ModuleType("program" if asks else "__main__")
+    has_calls = job["calls"] or job["script"] is not None
+    module = types.ModuleType("program" if has_calls else "__main__")
     module.__builtins__ = builtins  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     sys.argv = ["program.py"]
@@ -72,13 +72,13 @@ def main():  # type: ignore[no-untyped-def]
         values = []
         for expression, arguments, keywords in job["calls"]:
             value = eval(compile(expression, "test", "eval"), module.__dict__)
-            values.append(plain(value if arguments is None else value(*arguments, **keywords)))
+            values.append(encode(value if arguments is None else value(*arguments, **keywords)))
         if job["script"] is not None:
             exec(compile(job["script"], "test", "exec"), module.__dict__)
-        if asks:
+        if has_calls:
             send(values=as_list(values), token=text(job["token"]))
     except SystemExit:
-        if asks:
+        if has_calls:
             send(error=text("SystemExit"), text=text("the program ended itself"))
         raise
     except BaseException as error:
@@ -90,9 +90,9 @@ def main():  # type: ignore[no-untyped-def]
         send(error=text(name), text=text(str(error)[:500]))
         sys.stdout.flush()
         os._exit(1)
-    if asks:
+    if has_calls:
         sys.stdout.flush()
-        os._exit(0)  # threads and exit handlers of the program have nothing left to say
+        os._exit(0)  # threads and exit handlers of the program must not run
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Run untrusted Python once, with limits. See docs/code_rewards.md for what this protects from and what not.
+"""Run untrusted Python once, with limits. docs/code_rewards.md says what this protects from, and what not.
 
     training process ── supervisor (`supervisor.py`) ── ... ── the program (under `child.py`)
 
-Two levels of isolation, found out once by trying (`isolation()`): with *namespaces* (Linux, where user namespaces are
-allowed) a program has no network, no files but the system's and Python's, and dies with its namespace; without them it
-has limits, and as root a user of its own, and is otherwise a process like any other.
+There are two levels of isolation, detected once by trying (`isolation()`). With *namespaces* (Linux, if user namespaces
+are allowed) a program has no network, sees only files of the system and of Python, and dies with its namespace. Without
+them it has limits and, if we are root, a user of its own, and is otherwise an ordinary process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from grupo.utils.worker_pool import available_cpus
 Ending = Literal["exit", "timeout", "memory", "processes", "output"]
 
 START_SECONDS = 20.0
-"""Beside the program's own time, for starting and ending on a busy machine; then the supervisor is killed."""
+"""Seconds beyond the program's own, for starting and ending on a busy machine; then the supervisor is killed."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -43,19 +43,19 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use. A program over a limit is killed, or sees the error that the system gives it."""
+    """Limits of one run. A program that exceeds one is killed, or gets the error that the system raises."""
 
     seconds: float = 5.0
-    """On the clock, and rounded up + 1 of CPU time for each process."""
+    """Wall-clock seconds; CPU seconds of each process are limited to this, rounded up, + 1."""
     memory_mb: int = 256
-    """MiB of address space of each process, and MiB held by all of them together. Python starts with about 30."""
+    """MiB of address space of each process, and resident MiB of all of them. Python starts with about 30."""
     processes: int = 8
-    """Processes and threads, the program itself included."""
+    """Number of processes and threads, including the program itself."""
     open_files: int = 64
     file_mb: int = 16
-    """MiB of one file; with namespaces also of all files in the scratch folder together."""
+    """MiB of one file; with namespaces also of all files in the scratch folder."""
     output_kb: int = 1024
-    """KiB of standard output, and of standard error; a program that writes more is killed."""
+    """KiB each of standard output and standard error; a program that writes more is killed."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -70,7 +70,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """An expression to evaluate in the program's module once it has run; with `arguments`, its value is called."""
+    """An expression to evaluate in the program's module after it has run; with `arguments`, its value is called."""
 
     expression: str
     arguments: tuple[Any, ...] | None = None
@@ -79,12 +79,12 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One program, and what is asked of it."""
+class SandboxJob:
+    """One program and the calls to evaluate in it."""
 
     source: str
     stdin: str | None = None
-    """None: nothing to read (end of file at once)."""
+    """None for an immediate end of file."""
     calls: tuple[Call, ...] = ()
     script: str | None = None
     """Code to run in the program's module afterwards. It shares the interpreter with the program, which can cheat."""
@@ -92,18 +92,18 @@ class Job:
 
 @dataclass(frozen=True)
 class SandboxRun:
-    """How one run ended. All of it is what an untrusted program says; only `ended` is what was seen from outside."""
+    """Result of one run. Everything but `ended`, which was observed from outside, is the untrusted program's claim."""
 
     ended: Ending
     exit_code: int | None
-    """As `subprocess` gives it, negative for a signal; None where the program was killed by us."""
+    """As in `subprocess`, negative for a signal; None if the supervisor killed the program."""
     stdout: str
     stderr: str
     seconds: float
     values: tuple[Any, ...] | None = None
-    """Of the calls, in their order; None where the program did not get as far."""
+    """Values of the calls, in their order; None if the program did not get that far."""
     finished: bool = False
-    """Calls and script came to their end, so far as the program can be believed."""
+    """All calls and the script completed, as far as the program can be believed."""
     error: str = ""
     """Type of the exception that ended the program; 'NotPython' for a syntax error in its own text."""
     error_text: str = ""
@@ -111,14 +111,14 @@ class SandboxRun:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What stands between a program and this machine."""
+    """Isolation of programs from this machine."""
 
     namespaces: bool
-    """No network, no files but the system's, no view of other processes, and an end that nothing survives."""
+    """No network, only files of the system, no view of other processes, and no process survives the run."""
     other_user: bool
-    """The program runs as a user who owns nothing. Without namespaces only root can arrange that."""
+    """The program runs as a user who owns nothing. Without namespaces this needs root."""
     reason: str = ""
-    """Why there are no namespaces."""
+    """Reason why there are no namespaces."""
 
     def __str__(self) -> str:
         if self.namespaces:
@@ -129,10 +129,10 @@ class Isolation:
 
 @functools.cache
 def isolation() -> Isolation:
-    """What this machine can do, by trying it; a fraction of a second, once."""
+    """The best isolation of this machine, found by trying; takes a fraction of a second, once."""
     if sys.platform == "win32":
-        raise ConfigError("The sandbox needs Linux or macOS: Windows has none of the limits that it sets.")
-    job, limits = Job("print('ready')"), Limits(seconds=10.0)
+        raise ConfigError("The sandbox needs Linux or macOS: Windows lacks the limits that it sets.")
+    job, limits = SandboxJob("print('ready')"), Limits(seconds=10.0)
     reason = f"{sys.platform} has none"
     if sys.platform == "linux":
         reason = ""
@@ -148,55 +148,55 @@ def isolation() -> Isolation:
 
 
 def run_python(
-    job: Job | str, limits: Limits | None = None, *, site_packages: bool = False, within: Isolation | None = None
+    job: SandboxJob | str, limits: Limits | None = None, *, site_packages: bool = False, within: Isolation | None = None
 ) -> SandboxRun:
-    """Run a program in a fresh interpreter and see how it ends.
+    """Run a program in a fresh interpreter.
 
-    It gets an empty environment (`HOME`, `TMPDIR`, `PATH` and `LANG` apart), an empty working folder that is removed,
-    and no file of ours. When this returns, none of its processes is left.
+    It gets an empty environment (except `HOME`, `TMPDIR`, `PATH` and `LANG`), an empty working folder that is removed
+    afterwards, and no open file of this process. When this returns, none of its processes is left.
 
     Args:
-        job: the program and what is asked of it, or just its text.
-        limits: what it may use.
-        site_packages: installed packages can be imported; otherwise the standard library only, which starts faster.
-        within: an isolation other than the best one of this machine.
+        job: the program and the calls to evaluate in it, or just its text.
+        limits: limits of the run.
+        site_packages: allow imports of installed packages; otherwise the standard library only, which starts faster.
+        within: isolation to use instead of the best one of this machine.
 
     Raises:
         RewardError: the sandbox itself could not be started.
     """
-    job = Job(job) if isinstance(job, str) else job
+    job = SandboxJob(job) if isinstance(job, str) else job
     return _run(job, limits or Limits(), within or isolation(), site_packages)
 
 
-def run_together(
+def map_in_threads(
     function: Callable[[_Item], _Result], items: Sequence[_Item], workers: int | None = None
 ) -> list[_Result]:
-    """`function` of each item, `workers` at once (default: one for each CPU we may use), in the order of the items."""
+    """`function(item)` of each item, in their order; `workers` run at once (default: one per available CPU)."""
     if len(items) < 2:
         return [function(item) for item in items]
     with ThreadPoolExecutor(min(workers or available_cpus(), len(items)), "grupo-sandbox") as pool:
         return list(pool.map(function, items))
 
 
-def warn_of_weak_isolation(who: str) -> None:
-    """Say once, where it is so, that programs are not cut off from this machine."""
+def warn_if_not_isolated(who: str) -> None:
+    """Warn if programs are not isolated from this machine by namespaces."""
     if not isolation().namespaces:
         warnings.warn(f"{who} runs programs with {isolation()}. See docs/code_rewards.md.", stacklevel=3)
 
 
 @functools.cache
-def _program_text() -> str:
+def _child_source() -> str:
     return Path(__file__).with_name("child.py").read_text(encoding="utf-8")
 
 
-def _run(job: Job, limits: Limits, within: Isolation, site_packages: bool) -> SandboxRun:
+def _run(job: SandboxJob, limits: Limits, within: Isolation, site_packages: bool) -> SandboxRun:
     base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     interpreter = [sys.executable, "-I"] if site_packages else [base, "-I", "-S"]
     token = secrets.token_hex(16)
     folder = "" if within.namespaces else tempfile.mkdtemp(prefix="grupo-sandbox-")
-    order = {
+    request = {
         **vars(limits),
-        "command": [*interpreter, "-B", "-X", "utf8", "-c", _program_text()],
+        "command": [*interpreter, "-B", "-X", "utf8", "-c", _child_source()],
         "job": marshal.dumps(
             {
                 "source": job.source,
@@ -213,17 +213,17 @@ def _run(job: Job, limits: Limits, within: Isolation, site_packages: bool) -> Sa
         "visible": [os.path.realpath(sys.base_prefix), *([sys.prefix] if site_packages else [])],
     }
     try:
-        answer = _supervised(order, limits.seconds + START_SECONDS)
+        answer = _run_supervisor(request, limits.seconds + START_SECONDS)
     finally:
         if folder:
-            _remove(folder)
+            _remove_tree(folder)
     if answer["ended"] == "failed":
         raise RewardError(str(answer["failure"]))
-    return _as_run(answer, token, len(job.calls))
+    return _sandbox_run(answer, token, len(job.calls))
 
 
-def _remove(folder: str) -> None:
-    """A scratch folder, also where the program has closed it, or nested folders more deeply than a path can say."""
+def _remove_tree(folder: str) -> None:
+    """Remove a scratch folder, even if the program has removed permissions or nested folders beyond the path limit."""
     with suppress(OSError):
         os.chmod(folder, 0o700)
         moved = 0
@@ -233,7 +233,7 @@ def _remove(folder: str) -> None:
             os.chmod(path, 0o700)
             for entry in list(os.scandir(path)):
                 if entry.is_dir(follow_symlinks=False):
-                    # Up to the top: every folder that is removed below has no folders in it.
+                    # Moved to the top, so that every folder that is removed below has no folders in it.
                     os.chmod(entry.path, 0o700)
                     moved += 1
                     unseen.append(os.path.join(folder, f"{moved}-{secrets.token_hex(8)}"))
@@ -242,8 +242,8 @@ def _remove(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _supervised(order: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What the supervisor answers to an order."""
+def _run_supervisor(request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The supervisor's answer to a request."""
     script = str(Path(__file__).with_name("supervisor.py"))
     with subprocess.Popen(
         [sys.executable, "-I", "-S", script],
@@ -255,44 +255,44 @@ def _supervised(order: dict[str, Any], seconds: float) -> dict[str, Any]:
         start_new_session=True,
     ) as supervisor:
         assert supervisor.stdin is not None and supervisor.stdout is not None and supervisor.stderr is not None
-        # Whatever happens to it, the kernel ends its family with it.
-        backstop = threading.Timer(seconds, supervisor.kill)
-        backstop.daemon = True
-        backstop.start()
+        # Whatever happens to it, the kernel ends its processes with it.
+        watchdog = threading.Timer(seconds, supervisor.kill)
+        watchdog.daemon = True
+        watchdog.start()
         try:
-            packed = marshal.dumps(order)
+            packed = marshal.dumps(request)
             supervisor.stdin.write(b"%d\n" % len(packed) + packed)
-            supervisor.stdin.flush()  # and left open: its end tells the supervisor that we are gone
+            supervisor.stdin.flush()  # and left open: its end tells the supervisor that this process is gone
             answer = supervisor.stdout.read()
             complaint = supervisor.stderr.read().decode(errors="replace")
         except BrokenPipeError:
             answer, complaint = b"", supervisor.stderr.read().decode(errors="replace")
         else:
             if len(answer) < 2:
-                with suppress(subprocess.TimeoutExpired):  # has somebody else ended it?
+                with suppress(subprocess.TimeoutExpired):  # did someone else kill it?
                     supervisor.wait(1.0)
         finally:
-            backstop.cancel()
+            watchdog.cancel()
             supervisor.kill()
-    if answer == b"+" and supervisor.returncode < 0 and not order["namespaces"]:
-        # Without namespaces a program of the same user can do that, and must not be spared its verdict by it.
+    if answer == b"+" and supervisor.returncode < 0 and not request["namespaces"]:
+        # Without namespaces a program of the same user can kill it, and must not escape its verdict that way.
         return {"ended": "exit", "wait_status": None, "seconds": 0.0, "stdout": b"", "stderr": b"", "message": b""}
     try:
-        return dict(marshal.loads(answer[1:]))  # from our own process: the program cannot write there
+        return dict(marshal.loads(answer[1:]))  # from the supervisor: the program cannot write there
     except (EOFError, ValueError, TypeError):
         last = complaint.strip().splitlines()[-1:] or [f"no answer within {seconds:g} s"]
         raise RewardError(f"the sandbox could not be started: {last[0]}") from None
 
 
-def _as_run(answer: dict[str, Any], token: str, calls: int) -> SandboxRun:
+def _sandbox_run(answer: dict[str, Any], token: str, calls: int) -> SandboxRun:
     status = answer["wait_status"]
     code = os.waitstatus_to_exitcode(status) if status is not None and answer["ended"] == "exit" else None
     ended: Ending = "timeout" if code == -signal.SIGXCPU else answer["ended"]
-    values, message = None, _message(answer["message"])
+    values, message = None, _parse_message(answer["message"])
     finished = ended == "exit" and code == 0 and message.get("token") == token
     if finished:
         try:
-            values = tuple(plain_value(value) for value in message["values"])
+            values = tuple(decode_value(value) for value in message["values"])
         except (KeyError, TypeError, ValueError, RecursionError):
             finished = False
         else:
@@ -312,8 +312,8 @@ def _as_run(answer: dict[str, Any], token: str, calls: int) -> SandboxRun:
     )
 
 
-def _message(data: bytes) -> dict[str, Any]:
-    """What came through the message channel, which the program can write to as well."""
+def _parse_message(data: bytes) -> dict[str, Any]:
+    """The message of the child, in a channel that the program can write to as well."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
@@ -321,25 +321,25 @@ def _message(data: bytes) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def plain_value(encoded: Any) -> Any:
-    """A value that `sandbox_program.plain` has encoded.
+def decode_value(encoded: Any) -> Any:
+    """A value encoded by `child.encode`.
 
     Raises:
-        TypeError, ValueError, RecursionError: it is none. It comes from untrusted code.
+        TypeError, ValueError, RecursionError: it is not one. It comes from untrusted code.
     """
     if encoded is None or isinstance(encoded, (bool, int, float, str)):
         return encoded
     if not isinstance(encoded, dict):
-        raise TypeError("a bare list is no value")
+        raise TypeError("a bare list is not an encoded value")
     ((kind, content),) = encoded.items()
     if kind in ("list", "tuple", "set"):
-        return {"list": list, "tuple": tuple, "set": set}[kind]([plain_value(item) for item in content])
+        return {"list": list, "tuple": tuple, "set": set}[kind]([decode_value(item) for item in content])
     if kind == "dict":
-        return {plain_value(key): plain_value(value) for key, value in content}
+        return {decode_value(key): decode_value(value) for key, value in content}
     if kind == "int":
         return int(content, 16)
     if kind == "bytes":
         return bytes.fromhex(content)
     if kind == "complex":
         return complex(*content)
-    raise TypeError(f"{kind!r} is no kind of value")
+    raise TypeError(f"{kind!r} is not a kind of value")

@@ -1,16 +1,17 @@
-"""The process between grupo and one untrusted program: it fences the program in, watches it, and leaves nothing behind.
+"""The process between grupo and one untrusted program: it confines the program, monitors it, and cleans up after it.
 
-Never imported: `sandbox.py` starts this file as a program of its own (`python -I -S`), so that what happens to it does
-not happen to the training process. Stdin brings the order (the count of its bytes in a line, then a marshalled
-dictionary) and stays open as a lifeline: when it closes because the training process is gone, everything here is
-killed. To stdout goes a plus sign when the order is there, and then the answer, a marshalled dictionary.
+Never imported, and in one file: `runner.py` starts it as a program of its own (`python -I -S`, without an import path),
+so that a crash here does not affect the training process. Stdin brings the request (the number of its bytes in a line,
+then a marshalled dictionary) and stays open as a lifeline: when it closes because the training process is gone,
+everything here is killed. Stdout gets a plus sign when the request has arrived, and then the answer, a marshalled
+dictionary.
 
-With namespaces (Linux, user namespaces allowed) the family is
+With namespaces (Linux, user namespaces allowed) the processes are
 
-    supervisor ── keeper (enters the namespaces) ── init (PID 1 inside) ── the program
+    supervisor ── namespace parent (enters the namespaces) ── init (PID 1 inside) ── the program
 
-The kernel kills whatever is left of a PID namespace when its init ends, whatever sessions it has fled to. Without
-namespaces the supervisor is the program's parent and the *subreaper* of its orphans, and kills them one by one.
+The kernel kills all processes of a PID namespace when its init ends, whatever sessions they are in. Without namespaces
+the supervisor is the program's parent and the *subreaper* of its orphans, and kills them one by one.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ if TYPE_CHECKING:  # typing and json take as long to import as everything else h
     from typing import Any, NoReturn
 
 NOBODY = 65534
-WATCH_SECONDS = 0.05
-"""Between two looks at how many processes there are and what memory they hold."""
+CHECK_SECONDS = 0.05
+"""Seconds between two checks of the number of processes and their memory."""
 KILL_SECONDS = 10.0
+"""Seconds to wait for killed processes to end."""
 PAGE = resource.getpagesize()
 
 # <linux/sched.h>, <linux/prctl.h>, <linux/mount.h>
@@ -42,7 +44,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS =
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 LOCKED_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
-"""statvfs flag -> mount flag, of those that a remount in a user namespace has to repeat."""
+"""statvfs flag -> mount flag that a remount in a user namespace must repeat."""
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -66,9 +68,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def start_program(
-    order: dict[str, Any], fds: dict[str, int], folder: str, user: int | None, spare_tasks: int
+    request: dict[str, Any], fds: dict[str, int], folder: str, user: int | None, spare_tasks: int
 ) -> NoReturn:
-    """Become the program: descriptors, limits, user, interpreter. Runs in a child that has just been forked."""
+    """Set descriptors, limits and user, and execute the interpreter. Runs in a freshly forked child."""
     try:
         os.setsid()
         for target, name in enumerate(("stdin", "stdout", "stderr", "job", "message")):
@@ -80,7 +82,7 @@ def start_program(
         os.chdir(folder)
         os.umask(0o022)
         if user is not None:
-            # Denied where a plain user made the namespace: the groups stay, and own nothing that can be seen.
+            # Denied if an unprivileged user made the namespace: the groups stay, and own nothing that is visible.
             with suppress(PermissionError):
                 os.setgroups([])
             os.setresgid(user, user, user)
@@ -91,28 +93,28 @@ def start_program(
         for number in range(1, signal.NSIG):
             if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
                 signal.signal(number, signal.SIG_DFL)
-        set_limits(order, spare_tasks)
+        set_limits(request, spare_tasks)
         environment = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
         # Threads count as processes, and reserve address space, which counts as memory.
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-        os.execve(order["command"][0], order["command"], environment)
+        os.execve(request["command"][0], request["command"], environment)
     except BaseException as error:
         os.write(2, f"sandbox: the program could not be started: {error!r}".encode())
     os._exit(127)
 
 
-def set_limits(order: dict[str, Any], spare_tasks: int) -> None:
+def set_limits(request: dict[str, Any], spare_tasks: int) -> None:
     """Hard limits, so that the program cannot lift them."""
     mib = 1 << 20
-    seconds = int(order["seconds"]) + 1  # the clock on the wall is the supervisor's
+    seconds = int(request["seconds"]) + 1  # the supervisor watches the wall clock
     limits = {
-        "RLIMIT_AS": order["memory_mb"] * mib,
-        "RLIMIT_FSIZE": order["file_mb"] * mib,
-        "RLIMIT_NOFILE": order["open_files"],
+        "RLIMIT_AS": request["memory_mb"] * mib,
+        "RLIMIT_FSIZE": request["file_mb"] * mib,
+        "RLIMIT_NOFILE": request["open_files"],
         "RLIMIT_CORE": 0,
     }
     if spare_tasks >= 0:
-        limits["RLIMIT_NPROC"] = order["processes"] + spare_tasks
+        limits["RLIMIT_NPROC"] = request["processes"] + spare_tasks
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # SIGXCPU, which names the reason, then SIGKILL
     for name, value in limits.items():
         try:
@@ -125,10 +127,10 @@ def set_limits(order: dict[str, Any], spare_tasks: int) -> None:
 # ---- namespaces
 
 
-def enter_namespaces(order: dict[str, Any], ready: int, mapped: int) -> None:
-    """New user, mount, PID, network, IPC and host-name namespaces, and a root with nothing but system and Python in it.
+def enter_namespaces(request: dict[str, Any], ready: int, mapped: int) -> None:
+    """Enter new user, mount, PID, network, IPC and host-name namespaces, with only system and Python in the root.
 
-    `ready` tells the supervisor to write the user mapping, which must be done from outside; `mapped` waits for it.
+    `ready` asks the supervisor to write the user mapping, which must be done from outside; `mapped` waits for it.
     """
     flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     system_call("unshare", flags)
@@ -137,13 +139,13 @@ def enter_namespaces(order: dict[str, Any], ready: int, mapped: int) -> None:
         raise PermissionError("the user mapping was refused")
     with suppress(OSError):  # no further namespaces, in which the program would be root again
         write("/proc/sys/user/max_user_namespaces", "0")
-    build_root(order["stage"], order["visible"], order["file_mb"])
+    build_root(request["stage"], request["visible"], request["file_mb"])
 
 
 def build_root(stage: str, visible: list[str], scratch_mb: int) -> None:
     """Pivot into a tmpfs that holds read-only binds of `visible` and a scratch folder. No /proc, no /sys, no home.
 
-    `stage` is any folder to mount it on; what is mounted there is not seen outside of this namespace.
+    `stage` is any folder to mount it on; the mount is invisible outside of this namespace.
     """
     os.umask(0o022)
     system_call("mount", "none", "/", None, MS_REC | MS_PRIVATE, None)
@@ -186,21 +188,21 @@ def bind(path: str, flags: int) -> None:
     system_call("mount", "none", path, None, MS_REMOUNT | MS_BIND | flags | kept, None)
 
 
-def write_mapping(keeper: int) -> None:
-    """Who the program is outside: nobody where we are root, otherwise the user. Inside it is nobody either way."""
+def write_id_maps(ns_parent: int) -> None:
+    """Map the program's user: outside it is nobody if we are root, otherwise our user. Inside it is always nobody."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
-        # The keeper stays root to reach an interpreter below /root; RLIMIT_NPROC does not bind root, so the program
-        # must be someone else.
+        # The namespace parent stays root to reach an interpreter below /root; RLIMIT_NPROC does not bind root, so the
+        # program must be another user.
         try:
-            write(f"/proc/{keeper}/uid_map", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
-            write(f"/proc/{keeper}/gid_map", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            write(f"/proc/{ns_parent}/uid_map", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            write(f"/proc/{ns_parent}/gid_map", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
             return
-        except OSError:  # a container without a user 65534: its root is no root outside
+        except OSError:  # a container without a user 65534: its root is not root outside
             pass
-    write(f"/proc/{keeper}/setgroups", "deny")
-    write(f"/proc/{keeper}/uid_map", f"{NOBODY} {user} 1\n")
-    write(f"/proc/{keeper}/gid_map", f"{NOBODY} {group} 1\n")
+    write(f"/proc/{ns_parent}/setgroups", "deny")
+    write(f"/proc/{ns_parent}/uid_map", f"{NOBODY} {user} 1\n")
+    write(f"/proc/{ns_parent}/gid_map", f"{NOBODY} {group} 1\n")
 
 
 def write(path: str, text: str) -> None:
@@ -211,14 +213,14 @@ def write(path: str, text: str) -> None:
         os.close(descriptor)
 
 
-def keep(order: dict[str, Any], fds: dict[str, int], status: int, ready: int, mapped: int) -> NoReturn:
-    """The keeper: enter the namespaces, start init, report its process id, wait for its end."""
+def run_ns_parent(request: dict[str, Any], fds: dict[str, int], status: int, ready: int, mapped: int) -> NoReturn:
+    """Enter the namespaces, start init, report its process id, wait for its end."""
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        enter_namespaces(order, ready, mapped)
+        enter_namespaces(request, ready, mapped)
         init = os.fork()
         if init == 0:
-            be_init(order, fds, status)
+            run_init(request, fds, status)
         os.write(status, f"init {init}\n".encode())
         os.waitpid(init, 0)
         os._exit(0)
@@ -227,15 +229,15 @@ def keep(order: dict[str, Any], fds: dict[str, int], status: int, ready: int, ma
     os._exit(1)
 
 
-def be_init(order: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
-    """PID 1 of the namespace: start the program, reap orphans, report how the program ended, and end with it."""
+def run_init(request: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn:
+    """Be PID 1 of the namespace: start the program, reap orphans, report how the program ended, and end with it."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(PR_SET_DUMPABLE, 0)  # the program has the same user in some cases, and must not trace us
-    # Where the program shares its user with keeper and init, these two count against its limit as well.
+    prctl(PR_SET_DUMPABLE, 0)  # the program may have the same user, and must not trace this process
+    # If the program shares its user with the namespace parent and init, these two count against its limit as well.
     spare = 0 if os.geteuid() == 0 else 2
     program = os.fork()
     if program == 0:
-        start_program(order, fds, SCRATCH, NOBODY, spare)
+        start_program(request, fds, SCRATCH, NOBODY, spare)
     for name in ("stdin", "stdout", "stderr", "job", "message"):
         os.close(fds[name])
     os.write(status, b"started 0\n")
@@ -246,7 +248,7 @@ def be_init(order: dict[str, Any], fds: dict[str, int], status: int) -> NoReturn
             os._exit(0)
 
 
-# ---- watching
+# ---- monitoring
 
 
 def children(pid: int) -> list[int]:
@@ -258,7 +260,7 @@ def children(pid: int) -> list[int]:
         return found
     except FileNotFoundError:
         if os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"):
-            return []  # it has just ended
+            return []  # the process has just ended
     except OSError:
         return []
     found = []
@@ -276,14 +278,14 @@ def children(pid: int) -> list[int]:
 def descendants(pid: int) -> list[int]:
     found, unseen = [], [pid]
     while unseen:
-        below = children(unseen.pop())
-        found += below
-        unseen += below
+        found_here = children(unseen.pop())
+        found += found_here
+        unseen += found_here
     return found
 
 
 def tasks_and_memory(pid: int) -> tuple[int, int]:
-    """Threads of all descendants, and the bytes they hold."""
+    """Number of threads of all descendants, and their resident bytes."""
     tasks = held = 0
     for one in descendants(pid):
         try:
@@ -295,8 +297,8 @@ def tasks_and_memory(pid: int) -> tuple[int, int]:
     return tasks, held
 
 
-def tasks_of_user() -> int:
-    """Threads that this user runs anywhere; -1 where that cannot be told. RLIMIT_NPROC counts them all."""
+def count_user_tasks() -> int:
+    """Number of all threads of this user, which RLIMIT_NPROC counts; -1 if unknown."""
     if not os.path.isdir("/proc/self"):
         return -1
     count = 0
@@ -309,15 +311,15 @@ def tasks_of_user() -> int:
     return count
 
 
-def kill_all(family: dict[str, int]) -> None:
-    """Kill what the program has started, and wait until it is gone."""
-    if "init" in family:
-        send_signal(family["init"], signal.SIGKILL)
-    elif "keeper" in family:
-        send_signal(family["keeper"], signal.SIGKILL)
+def kill_all(processes: dict[str, int]) -> None:
+    """Kill the program and everything it has started, and wait until they have ended."""
+    if "init" in processes:
+        send_signal(processes["init"], signal.SIGKILL)
+    elif "ns_parent" in processes:
+        send_signal(processes["ns_parent"], signal.SIGKILL)
     else:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(family["program"], signal.SIGKILL)
+            os.killpg(processes["program"], signal.SIGKILL)
     deadline = time.monotonic() + KILL_SECONDS
     while time.monotonic() < deadline:
         try:  # a subreaper without children has no descendants at all
@@ -325,8 +327,8 @@ def kill_all(family: dict[str, int]) -> None:
                 pass
         except ChildProcessError:
             return
-        if "keeper" not in family:
-            # Stopped first, all of them: what still forks while it is being killed would win the race.
+        if "ns_parent" not in processes:
+            # All are stopped first: one that still forks while others are killed would win the race.
             stopped: set[int] = set()
             while fresh := set(descendants(os.getpid())) - stopped:
                 for pid in fresh:
@@ -342,13 +344,13 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-class Watch:
-    """Reads what the program writes, never more than the cap, until it ends or breaks a limit."""
+class Monitor:
+    """Reads the program's output, up to a cap, until it ends or exceeds a limit."""
 
-    def __init__(self, order: dict[str, Any], readers: dict[str, int], family: dict[str, int]) -> None:
-        self.order = order
-        self.family = family
-        self.cap = order["output_kb"] << 10
+    def __init__(self, request: dict[str, Any], readers: dict[str, int], processes: dict[str, int]) -> None:
+        self.request = request
+        self.processes = processes
+        self.cap = request["output_kb"] << 10
         self.read = {name: bytearray() for name in readers}
         self.overflow = False
         self.lifeline_cut = False
@@ -360,19 +362,19 @@ class Watch:
             self.selector.register(descriptor, selectors.EVENT_READ, name)
         self.selector.register(0, selectors.EVENT_READ, "lifeline")
 
-    def until_end(self) -> str:
-        """Which of 'exit', 'timeout', 'memory', 'processes', 'output' or 'failed' it was."""
+    def wait_for_end(self) -> str:
+        """How it ended: 'exit', 'timeout', 'memory', 'processes', 'output' or 'failed'."""
         started = time.monotonic()
-        next_look = started + WATCH_SECONDS
+        next_check = started + CHECK_SECONDS
         while True:
             now = time.monotonic()
-            self.take(min(WATCH_SECONDS, max(started + self.order["seconds"] - now, 0.0)))
+            self.read_available(min(CHECK_SECONDS, max(started + self.request["seconds"] - now, 0.0)))
             if self.lifeline_cut:
-                kill_all(self.family)
-                if self.order["folder"]:
+                kill_all(self.processes)
+                if self.request["folder"]:
                     import shutil
 
-                    shutil.rmtree(self.order["folder"], ignore_errors=True)
+                    shutil.rmtree(self.request["folder"], ignore_errors=True)
                 os._exit(1)
             if self.failure:
                 return "failed"
@@ -381,18 +383,18 @@ class Watch:
             if self.wait_status is not None:
                 return "exit"
             now = time.monotonic()
-            if now >= started + self.order["seconds"]:
+            if now >= started + self.request["seconds"]:
                 return "timeout"
-            if now >= next_look:
-                next_look = now + WATCH_SECONDS
-                tasks, held = tasks_and_memory(self.family.get("init", os.getpid()))
-                if tasks > self.order["processes"]:
+            if now >= next_check:
+                next_check = now + CHECK_SECONDS
+                tasks, held = tasks_and_memory(self.processes.get("init", os.getpid()))
+                if tasks > self.request["processes"]:
                     return "processes"
-                if held > self.order["memory_mb"] << 20:
+                if held > self.request["memory_mb"] << 20:
                     return "memory"
 
-    def take(self, seconds: float) -> None:
-        """What is there to be read within `seconds`, and whether the program has ended."""
+    def read_available(self, seconds: float) -> None:
+        """Read everything that arrives within `seconds`, and check whether the program has ended."""
         for key, _ in self.selector.select(seconds):
             try:
                 data = os.read(key.fd, 1 << 16)
@@ -406,89 +408,89 @@ class Watch:
                 room = self.cap - len(self.read[key.data])
                 self.read[key.data] += data[:room]
                 self.overflow = self.overflow or len(data) > room
-        self.note_status()
-        if "program" in self.family and self.wait_status is None:
+        self.parse_status()
+        if "program" in self.processes and self.wait_status is None:
             try:
-                ended, code = os.waitpid(self.family["program"], os.WNOHANG)
+                ended, code = os.waitpid(self.processes["program"], os.WNOHANG)
             except ChildProcessError:  # killed and reaped
                 return
             self.wait_status = code if ended else None
 
-    def note_status(self) -> None:
-        """What keeper and init report, where there are any."""
+    def parse_status(self) -> None:
+        """Parse the reports of the namespace parent and init, if there are any."""
         for line in self.read.get("status", b"").decode(errors="replace").splitlines():
             word, _, rest = line.partition(" ")
             if word == "init":
-                self.family["init"] = int(rest)
+                self.processes["init"] = int(rest)
             elif word == "ended":
                 self.wait_status = int(rest)
             elif word == "failed":
                 self.failure = rest
 
-    def rest(self) -> None:
-        """What the pipes still hold when everybody is dead."""
+    def drain(self) -> None:
+        """Read what the pipes still hold after all processes have ended."""
         self.selector.unregister(0)
         while any(self.selector.get_map().values()) and not self.overflow:
             before = len(self.selector.get_map()), sum(map(len, self.read.values()))
-            self.take(0.0)
+            self.read_available(0.0)
             if before == (len(self.selector.get_map()), sum(map(len, self.read.values()))):
                 return
 
 
-def supervise(order: dict[str, Any]) -> dict[str, Any]:
+def supervise(request: dict[str, Any]) -> dict[str, Any]:
     fds, readers = {}, {}
     for name in ("stdout", "stderr", "message"):
         readers[name], fds[name] = os.pipe()
-    fds["job"] = file_with(order["job"])
-    fds["stdin"] = os.open(os.devnull, os.O_RDONLY) if order["stdin"] is None else file_with(order["stdin"])
+    fds["job"] = memory_file(request["job"])
+    fds["stdin"] = os.open(os.devnull, os.O_RDONLY) if request["stdin"] is None else memory_file(request["stdin"])
     started = time.monotonic()
     folder = ""
-    if order["namespaces"]:
+    if request["namespaces"]:
         readers["status"], status = os.pipe()
         ready_read, ready = os.pipe()
         mapped, mapped_write = os.pipe()
-        keeper = os.fork()
-        if keeper == 0:
+        ns_parent = os.fork()
+        if ns_parent == 0:
             os.close(ready_read)
             os.close(mapped_write)
-            keep(order, fds, status, ready, mapped)
-        family = {"keeper": keeper}
+            run_ns_parent(request, fds, status, ready, mapped)
+        processes = {"ns_parent": ns_parent}
         os.close(ready)
         os.close(status)
         if os.read(ready_read, 1) == b"1":
             try:
-                write_mapping(keeper)
+                write_id_maps(ns_parent)
                 os.write(mapped_write, b"1")
             except OSError as error:
-                kill_all(family)
+                kill_all(processes)
                 return {"ended": "failed", "failure": f"user mapping: {error}"}
     else:
         if sys.platform == "linux":
             prctl(PR_SET_CHILD_SUBREAPER, 1)
-        folder = order["folder"]
-        user = other_user(folder) if order["drop_user"] else None
-        spare = 0 if user is not None else tasks_of_user()
+        folder = request["folder"]
+        user = chown_to_unused_user(folder) if request["drop_user"] else None
+        spare = 0 if user is not None else count_user_tasks()
         program = os.fork()
         if program == 0:
-            start_program(order, fds, folder, user, spare)
-        family = {"program": program}
+            start_program(request, fds, folder, user, spare)
+        processes = {"program": program}
     for descriptor in fds.values():
         os.close(descriptor)
-    watch = Watch(order, readers, family)
-    ended = watch.until_end()
-    kill_all(family)
-    watch.rest()
+    monitor = Monitor(request, readers, processes)
+    ended = monitor.wait_for_end()
+    kill_all(processes)
+    monitor.drain()
     return {
-        "ended": "output" if watch.overflow else ended,
-        "failure": watch.failure,
-        "wait_status": watch.wait_status,
+        "ended": "output" if monitor.overflow else ended,
+        "failure": monitor.failure,
+        "wait_status": monitor.wait_status,
         "seconds": time.monotonic() - started,
-        **{name: bytes(watch.read[name]) for name in ("stdout", "stderr", "message")},
+        **{name: bytes(monitor.read[name]) for name in ("stdout", "stderr", "message")},
     }
 
 
-def other_user(folder: str) -> int | None:
-    """A user for this program alone, who owns nothing but the scratch folder."""
+def chown_to_unused_user(folder: str) -> int | None:
+    """Give the scratch folder to an unused user, and return that user; None if this is not permitted."""
     for user in (1_900_000_000 + int.from_bytes(os.urandom(4), "little") % 100_000_000, NOBODY):
         try:
             os.chown(folder, user, user)
@@ -498,8 +500,8 @@ def other_user(folder: str) -> int | None:
     return None
 
 
-def file_with(data: bytes) -> int:
-    """A descriptor of a nameless file with this content; a pipe would block us where the program does not read."""
+def memory_file(data: bytes) -> int:
+    """Descriptor of an unnamed file with this content; a pipe would block if the program does not read."""
     if sys.platform == "linux":
         descriptor = os.memfd_create("grupo")
     else:
@@ -519,14 +521,14 @@ def main() -> None:
     count = b""
     while not count.endswith(b"\n"):
         count += os.read(0, 1) or b"0\n"
-    order = bytearray()
-    while len(order) < int(count):
-        data = os.read(0, int(count) - len(order))
+    request = bytearray()
+    while len(request) < int(count):
+        data = os.read(0, int(count) - len(request))
         if not data:
             return
-        order += data
-    os.write(1, b"+")  # from here on, what happens to us may be the doing of the program
-    answer = marshal.dumps(supervise(marshal.loads(order)))
+        request += data
+    os.write(1, b"+")  # from here on, a crash of this process may be the doing of the program
+    answer = marshal.dumps(supervise(marshal.loads(request)))
     while answer:
         answer = answer[os.write(1, answer) :]
 
