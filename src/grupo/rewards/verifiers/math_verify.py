@@ -160,8 +160,8 @@ class MathVerify(_FormulaVerifier):
         Args:
             gold_column: dataset column with numbers, formulas, or solutions that end in an answer.
             extraction: where the answer of a completion stands.
-            compare_values: where the values of the formulas decide, math-verify is not asked. Without it, math-verify is
-                on its own, as a comparison of the two needs it.
+            compare_values: where the values of the formulas decide, math-verify is not asked. Without it, math-verify
+                is on its own, as a comparison of the two needs it.
             timeout: seconds for one comparison; one that takes longer counts as wrong.
             memory_mb: MiB of address space of a worker process, where the platform can limit it.
             workers: processes at most; None for one per CPU that this process may use, 4 at most.
