@@ -14,7 +14,6 @@ import importlib.util
 import logging
 import math
 import re
-import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -64,10 +63,10 @@ class _FormulaVerifier(GoldVerifier):
         self.extraction = extraction
         self.limit_hits: Counter[str] = Counter()
         """Number of comparisons that reached a limit, by reason: timeout, memory, died, error."""
-        self._limits = {"timeout": timeout, "memory_mb": memory_mb, "workers": workers}
-        self._compare = compare
-        self._lock = threading.Lock()
-        self._pool: WorkerPool | None = None
+        self.timeout = timeout
+        self.memory_mb = memory_mb
+        self.workers = workers
+        self._pool = WorkerPool(compare, prepare=warm_up, timeout=timeout, memory_mb=memory_mb, workers=workers)
 
     @property
     def gave_up(self) -> Counter[str]:
@@ -98,10 +97,7 @@ class _FormulaVerifier(GoldVerifier):
 
     def close(self) -> None:
         """End the worker processes; they start again when they are needed."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        self._pool.close()
 
     def _without_worker(self, found: Found, gold: Any) -> Verdict | Question:
         """The verdict where it is certain already, else what to ask a worker."""
@@ -122,21 +118,9 @@ class _FormulaVerifier(GoldVerifier):
         """The verdict from what a worker found; None where it reached a limit, or could not decide."""
 
     def _ask(self, questions: list[Question]) -> list[bool | None]:
-        if not questions:
-            return []
-        with self._lock:
-            if self._pool is None:
-                self._pool = WorkerPool(self._compare, prepare=warm_up, **self._limits)  # type: ignore[arg-type]
-            pool = self._pool
-        results = pool.map(questions)
+        results = self._pool.map(questions)
         self.limit_hits.update(result.status for result in results if result.status != "done")
         return [result.value for result in results]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_pool")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock(), _pool=None)
 
 
 class MathVerify(_FormulaVerifier):
