@@ -62,7 +62,7 @@ def asked_once(requests: list[str]) -> bool:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([f"model={NAME}"], f"The model '{NAME}' is no folder here, the Hub cannot be reached"),
+        ([f"model={NAME}"], f"The model '{NAME}' is not a local folder, the Hub cannot be reached"),
         (
             ["task=null", f"dataset.path={NAME}", "rewards=[number_match]"],
             f"dataset.path='{NAME}' is not a local file or folder, and the Hub cannot be reached",
