@@ -8,6 +8,8 @@ import os
 import pytest
 import torch
 
+from processors import bitsandbytes_sees
+
 # Tiny models gain nothing from more threads, and the threads of two test processes on two cores wait for each other.
 # The processes that tests start inherit the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,3 +23,11 @@ def imported_modules_are_no_garbage():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(params=[True, False], ids=["AVX512-BF16", "no AVX512-BF16"])
+def processor(request):
+    """Both kinds of processor, whatever this one is; 4-bit layers that are made within the test must not be packed."""
+    pytest.importorskip("bitsandbytes")
+    with bitsandbytes_sees(avx512_bf16=request.param):
+        yield

@@ -77,7 +77,7 @@ def test_names_and_texts(caplog):
         GRPOConfig("anywhere", chat_template="chat-ml")
     text = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert set_chat_template(tiny_tokenizer(), text).chat_template == text
-    assert "own chat template is replaced" in caplog.text
+    assert "replaces the tokenizer's own chat template" in caplog.text
     as_in_unsloth = get_chat_template(tiny_tokenizer(), chat_template=text, mapping={"role": "role"})
     assert as_in_unsloth.chat_template == text
     for more in ({"mapping": {"role": "from"}}, {"map_eos_token": False}, {"system_message": "Think."}):

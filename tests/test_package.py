@@ -44,7 +44,19 @@ MODULES = dict(modules())
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 LIGHT = [
     *("cli.main", "cli.check_rewards", "config.batch_plan", "config.field_support"),
-    *("data", "errors", "metrics", "recipes.schema", "rewards", "sampling", "tasks", "types", "utils"),
+    *(
+        "data",
+        "errors",
+        "metrics",
+        "recipes.schema",
+        "rewards",
+        "sampling",
+        "tasks",
+        "types",
+        "utils.files",
+        "utils.hub",
+        "utils.messages",
+    ),
 ]
 
 
@@ -87,7 +99,7 @@ def test_import_has_no_effects() -> None:
     program = """
 import os, logging, warnings, signal
 before = dict(os.environ), list(logging.getLogger().handlers), list(warnings.filters), signal.getsignal(signal.SIGINT)
-import torch, transformers, datasets, peft, accelerate, rich, pandas
+import torch, transformers, datasets, peft, accelerate, rich, pandas, ruamel.yaml
 environment, filters = dict(os.environ), list(warnings.filters)
 import grupo.cli, grupo.cli.train, grupo.trainer
 assert dict(os.environ) == environment, "environment"

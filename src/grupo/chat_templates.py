@@ -1,4 +1,4 @@
-"""Ready-made chat templates, for tokenizers that have none. Imports no torch."""
+"""Built-in chat templates for tokenizers that have none. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger("grupo")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a conversation becomes one text."""
+    """A Jinja chat template and the tokens that it needs."""
 
     jinja: str
     needed_tokens: tuple[str, ...] = ()
-    """Without them in its vocabulary a tokenizer would read them as letters, and no answer could end."""
+    """Tokens that must be in the vocabulary: otherwise they would be split, and no answer could end."""
     end_of_turn: str | None = None
-    """The token that ends an answer; None: the tokenizer's end-of-sequence token."""
+    """Token that ends an answer; None: the end-of-sequence token of the tokenizer."""
 
 
 _CHATML = """\
@@ -37,7 +37,7 @@ _LLAMA_3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
 
-# Without a role for system messages, which stand before the first question.
+# Gemma has no system role: system messages are prepended to the first user message.
 _GEMMA = """\
 {{- bos_token }}
 {%- set ns = namespace(system='') %}
@@ -82,47 +82,48 @@ CHAT_TEMPLATES: dict[str, ChatTemplate] = {
 def check_template_name(template: str | None) -> None:
     """
     Raises:
-        ConfigError: neither the name of a ready-made template nor the text of one.
+        ConfigError: neither the name of a built-in template nor a Jinja template.
     """
     if template is None or template in CHAT_TEMPLATES or "{" in template:
         return
     raise ConfigError(
-        f"chat_template={template!r} is not one of {', '.join(map(repr, CHAT_TEMPLATES))}, and no Jinja text either."
+        f"chat_template={template!r} is not one of {', '.join(map(repr, CHAT_TEMPLATES))}, and not a Jinja template."
         f"{did_you_mean(template, CHAT_TEMPLATES)}"
     )
 
 
 def fitting_templates(tokenizer: Any) -> list[str]:
-    """Names of the ready-made templates whose tokens the tokenizer has."""
+    """Names of the built-in templates whose tokens the tokenizer has."""
     return [name for name, template in CHAT_TEMPLATES.items() if not _missing_tokens(tokenizer, template)]
 
 
 def set_chat_template(tokenizer: Any, template: str) -> Any:
-    """Gives the tokenizer a chat template, which is saved with it, and returns it.
+    """Sets the chat template of the tokenizer and returns the tokenizer.
 
-    The token that ends an answer in a ready-made template becomes its end-of-sequence token.
+    The token that ends an answer in a built-in template becomes the end-of-sequence token. Both are saved with the
+    tokenizer.
 
     Args:
-        template: the name of a ready-made template, or the text of one in Jinja.
+        template: name of a built-in template, or a Jinja template.
 
     Raises:
-        ConfigError: there is none of that name, or the tokenizer lacks its tokens.
+        ConfigError: the name is unknown, or the tokenizer lacks tokens of the template.
     """
     check_template_name(template)
-    ready_made = CHAT_TEMPLATES.get(template)
-    if ready_made is not None:
-        missing = _missing_tokens(tokenizer, ready_made)
+    built_in = CHAT_TEMPLATES.get(template)
+    if built_in is not None:
+        missing = _missing_tokens(tokenizer, built_in)
         if missing:
             raise ConfigError(
-                f"chat_template={template!r} needs {', '.join(missing)}, which this tokenizer does not have as tokens: "
-                "it would read them as letters, and no answer could end. Templates that fit it: "
+                f"chat_template={template!r} needs {', '.join(missing)}, which are not in the vocabulary of this "
+                "tokenizer: they would be split into several tokens, and no answer could end. Templates that fit: "
                 f"{', '.join(map(repr, fitting_templates(tokenizer)))}."
             )
     if tokenizer.chat_template:
-        logger.warning("chat_template: the tokenizer's own chat template is replaced.")
-    tokenizer.chat_template = template if ready_made is None else ready_made.jinja
-    if ready_made is not None and ready_made.end_of_turn is not None:
-        tokenizer.eos_token = ready_made.end_of_turn
+        logger.warning("chat_template replaces the tokenizer's own chat template.")
+    tokenizer.chat_template = template if built_in is None else built_in.jinja
+    if built_in is not None and built_in.end_of_turn is not None:
+        tokenizer.eos_token = built_in.end_of_turn
     return tokenizer
 
 
@@ -133,21 +134,23 @@ def get_chat_template(
     map_eos_token: bool = True,
     system_message: str | None = None,
 ) -> Any:
-    """`set_chat_template` under the name and arguments that scripts written for Unsloth use.
+    """`set_chat_template` with the name and arguments of Unsloth.
 
     Raises:
-        ConfigError: also where another argument asks for what is not done here.
+        ConfigError: also where another argument is set to something that is not supported.
     """
     if any(name != meant for name, meant in (mapping or {}).items() if name in ("role", "content")):
         raise ConfigError(
-            f"mapping={mapping!r}: messages have the keys role and content here. Rename them in the data."
+            f"mapping={mapping!r}: messages must have the keys role and content. Rename them in the data."
         )
     if not map_eos_token:
         raise ConfigError(
-            "map_eos_token=False: the token that ends an answer is always the end-of-sequence token here."
+            "map_eos_token=False is not supported: the token that ends an answer is always the end-of-sequence token."
         )
     if system_message is not None:
-        raise ConfigError("system_message: put it into the data, as the first message of each conversation.")
+        raise ConfigError(
+            "system_message is not supported: put it into the data as the first message of each conversation."
+        )
     return set_chat_template(tokenizer, chat_template)
 
 

@@ -128,6 +128,7 @@ def test_the_adapter_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has a whole model, not an adapter" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("processor")
 def test_how_the_base_was_quantised_goes_with_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,8 +20,12 @@ from grupo.errors import ConfigError, ExportError, UnsupportedError
 from grupo.export import merge
 from grupo.export import merging as merging_module
 from grupo.export.logit_check import check_ids, difference, logits_of
+from processors import bitsandbytes_sees
 from saved_adapters import ADAPTERS, INT8, NF4, STAYS_TIED, TOKENIZER, adapted, base_folder
 from tiny import tiny_model
+
+PROCESSORS = {", AVX512-BF16": True, ", no AVX512-BF16": False}
+QUANTISED = [f"NF4{in_use}{kind}" for in_use in ("", " in use") for kind in PROCESSORS]
 
 FRESH = """
 import json, socket, sys
@@ -29,6 +33,7 @@ def refuse(*args): raise OSError("no network here")
 socket.socket.connect = refuse
 import torch
 from peft import PeftModel
+from bitsandbytes.nn import Linear4bit
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 ids = torch.tensor([json.loads(sys.argv[1])])
 found = {}
@@ -41,6 +46,9 @@ for name, case in json.loads(sys.argv[2]).items():
     tokenizer = AutoTokenizer.from_pretrained(case["merged"])
     with torch.no_grad():
         adapted = PeftModel.from_pretrained(base, case["adapter"]).eval()
+        for layer in adapted.modules():
+            if isinstance(layer, Linear4bit):
+                layer.train()  # in evaluation mode, processors with AVX512-BF16 round products to bfloat16
         left, right = (model(ids).logits.float().log_softmax(-1) for model in (adapted, merged.eval()))
     head, embedding = merged.get_output_embeddings().weight, merged.get_input_embeddings().weight
     found[name] = {
@@ -80,8 +88,10 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, Any
         add(name, adapted(base, **settings), live=name in ("PiSSA", "both, tied", "single tokens"))
     add("more tokens", adapted(base, tokens=464, **ADAPTERS["plain"]), live=False, tokens=464)
     add("bfloat16", adapted(base, **ADAPTERS["plain"]), live=True, dtype="bfloat16")
-    add("NF4", adapted(base, NF4, **ADAPTERS["plain"]), live=False, quantization=NF4)
-    add("NF4 in use", adapted(base, NF4, **ADAPTERS["whole norm"]), live=True, quantization=NF4)
+    for kind, has_it in PROCESSORS.items():
+        with bitsandbytes_sees(avx512_bf16=has_it):
+            add(f"NF4{kind}", adapted(base, NF4, **ADAPTERS["plain"]), live=False, quantization=NF4)
+            add(f"NF4 in use{kind}", adapted(base, NF4, **ADAPTERS["whole norm"]), live=True, quantization=NF4)
     add("8 bit in use", adapted(base, INT8, **ADAPTERS["plain"]), live=True, quantization=INT8)
     ids = check_ids(TOKENIZER, 448)[0].tolist()
     result = subprocess.run(
@@ -93,7 +103,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, Any
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("name", [*ADAPTERS, "more tokens", "NF4", "NF4 in use"])
+@pytest.mark.parametrize("name", [*ADAPTERS, "more tokens", *QUANTISED])
 def test_merged_is_adapter_on_base(fresh: dict[str, Any], name: str) -> None:
     assert fresh[name]["difference"] < 1e-4
     assert fresh[name]["dtype"] == "torch.float32"
@@ -116,9 +126,22 @@ def test_tokenizer_and_generation_settings_are_there(fresh: dict[str, Any]) -> N
     assert all(case["ends"] == [2, 0] for case in fresh.values())
 
 
-def test_a_model_in_use_is_left_as_it_is(base: Path, tmp_path: Path) -> None:
-    model = adapted(base, **ADAPTERS["whole embedding and head"])
-    model.train()
+IN_USE = {
+    "float32": (None, "whole embedding and head"),
+    "NF4": (NF4, "plain"),
+    "NF4, DoRA": (NF4, "DoRA"),
+    "8 bit": (INT8, "plain"),
+}
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize(("quantization", "adapter"), IN_USE.values(), ids=IN_USE)
+@pytest.mark.parametrize("in_training", [True, False], ids=["in training", "in evaluation"])
+def test_a_model_in_use_is_left_as_it_is(
+    base: Path, tmp_path: Path, quantization: dict[str, Any] | None, adapter: str, in_training: bool
+) -> None:
+    model = adapted(base, quantization, **ADAPTERS[adapter])
+    model.train(in_training)
     model.get_base_model().model.norm.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]

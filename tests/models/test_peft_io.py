@@ -108,7 +108,10 @@ def test_the_base_model_is_found_from_anywhere(base: Path, tmp_path: Path, monke
         assert AutoTokenizer.from_pretrained(folder).chat_template == trainer.tokenizer.chat_template
 
 
-def test_a_base_model_beside_the_adapter_is_found(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_base_model_beside_the_adapter_is_found(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # from the folder of the checkout, ../base may be a folder of somebody else
     edit(adapter / "adapter_config.json", base_model_name_or_path="../base")
     assert find_adapter(str(adapter)).base == str(adapter / "../base")  # type: ignore[union-attr]
     make(tmp_path / "run", adapter)
@@ -129,16 +132,16 @@ def incomplete(adapter: Path) -> None:
 
 
 SPOILT = {
-    "no base": (lambda a: edit(a / "adapter_config.json", base_model_name_or_path=None), "does not say what its base"),
-    "gone base": (lambda a: edit(a / "adapter_config.json", base_model_name_or_path="/gone/x"), "no such folder here"),
+    "no base": (lambda a: edit(a / "adapter_config.json", base_model_name_or_path=None), "does not name its base"),
+    "gone base": (lambda a: edit(a / "adapter_config.json", base_model_name_or_path="/gone/x"), "no such folder"),
     "base that is no model": (
         lambda a: edit(a / "adapter_config.json", base_model_name_or_path=str(a.parent)),
         "its base model cannot be loaded",
     ),
-    "another rank": (lambda a: edit(a / "adapter_config.json", r=8), "cannot be put on its base model"),
-    "unknown type": (lambda a: edit(a / "adapter_config.json", peft_type="NEW"), "no configuration of an adapter"),
-    "cut": (cut, "cannot be put on its base model"),
-    "no weights": (lambda a: (a / "adapter_model.safetensors").unlink(), "cannot be put on its base model"),
+    "another rank": (lambda a: edit(a / "adapter_config.json", r=8), "cannot be loaded onto its base model"),
+    "unknown type": (lambda a: edit(a / "adapter_config.json", peft_type="NEW"), "is not an adapter configuration"),
+    "cut": (cut, "cannot be loaded onto its base model"),
+    "no weights": (lambda a: (a / "adapter_model.safetensors").unlink(), "cannot be loaded onto its base model"),
     "weights missing": (incomplete, "lacks 1 of the 8 weights"),
 }
 
@@ -231,7 +234,7 @@ def test_embeddings_that_peft_would_not_find_are_told_and_load_here(
 ) -> None:
     model, tokenizer = with_tokens(base, rows=rows, tokens=tokens)
     trainer = make(tmp_path / "run", model, tokenizer=tokenizer, peft_config=lora())
-    said = f"embeddings for {rows} tokens, its base model on disk for 128, and the tokenizer {tokens} tokens"
+    said = f"embeddings for {rows} tokens, its base model on disk for 128, and the tokenizer has {tokens} tokens"
     assert said in caplog.text
     train(trainer)
     trainer.save_model(str(tmp_path / "run"))
@@ -262,7 +265,7 @@ def test_new_embeddings_that_nothing_trains_are_told(
         caplog.clear()
         model, tokenizer = with_tokens(base, rows=130, tokens=130)
         make(tmp_path / str(number), model, tokenizer=tokenizer, peft_config=config)
-        assert ("embeddings of 2 tokens are new, and nothing trains them" in caplog.text) == told
+        assert ("embeddings of 2 tokens are new and not trained" in caplog.text) == told
 
 
 def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: Path, caplog: Any) -> None:
@@ -283,7 +286,7 @@ def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: 
             tmp_path / "other", base, tokenizer=None, added_tokens=added, peft_config=lora(trainable_token_indices=[3])
         )
     whole = make(tmp_path / "whole", base, tokenizer=None, added_tokens=added)
-    assert whole.vocabulary_size == len(whole.tokenizer) and not hasattr(whole.model, "peft_config")
+    assert whole.policy.vocabulary_size == len(whole.tokenizer) and not hasattr(whole.model, "peft_config")
 
 
 # ---- the reference policy --------------------------------------------------------------------------------------------
@@ -330,7 +333,7 @@ def test_switching_the_adapter_off_leaves_it_as_it_was(tmp_path: Path) -> None:
 NO_BASE = {
     "no adapter": (None, "there is no adapter"),
     "biases": (lora(bias="all"), "biases of the base model"),
-    "pissa": (lora(init_lora_weights="pissa"), "has taken a part of the base model"),
+    "pissa": (lora(init_lora_weights="pissa"), "has moved a part of the base model"),
 }
 
 
@@ -386,7 +389,7 @@ def test_a_blank_adapter_is_told_when_it_is_loaded(
     save_adapter(get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora()), tmp_path / "blank")
     found = find_adapter(str(tmp_path / "blank"))
     assert found is not None and isinstance(load_with_adapter(found), PeftModel)
-    assert "changes nothing: its B matrices are all zero" in caplog.text
+    assert "has no effect: its B matrices are all zero" in caplog.text
 
 
 def test_a_model_is_no_adapter(base: Path, tmp_path: Path) -> None:

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    TrainerCallback,
+    TrainingArguments,
+)
 
+import grupo
 from grupo.cli import main
+from grupo.data.demonstrations import Demonstration
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.export import merge
 from grupo.models.activation_offload import offload_activations
 from grupo.models.activation_recompute import recompute_cheap_activations
 from grupo.models.inplace_lora import inplace_lora
 from grupo.models.inspect import check_trainable
+from grupo.models.load import load_policy
 from grupo.models.peft_setup import add_adapter
 from grupo.models.quantization import (
     arithmetic_dtype,
     dense_bytes,
     dense_weight,
-    is_4bit,
     quantization_config,
-    quantized_layers,
 )
 from grupo.policy.batching import collate
 from grupo.policy.logprob_model import LogprobModel, disable_dropout
+from grupo.rewards import reward_model
 from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.local.inference_copy import make_inference_copy
 from grupo.sampling import SamplingSpec
+from grupo.trainer.sft_trainer import padded, sft_trainer
 from grupo.types import Prompt, TrainingSample
+from grupo.utils.quantized_layers import evaluation_mode, is_4bit, quantized_layers, set_evaluation_mode
 from tiny import tiny_model, tiny_tokenizer
 from tiny_trainer import PROMPTS, make_trainer
 
 pytest.importorskip("bitsandbytes")
+from bitsandbytes.nn import Linear4bit
+
 CPU = torch.device("cpu")
 IDS = torch.arange(10, 40)[None]
 # Nats, between log-probs of the sampler and scored ones.
@@ -142,6 +156,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(folder, kind):
     assert len({token for group in found for token in group[0].token_ids}) > 3
 
 
+@pytest.mark.usefixtures("processor")
 def test_without_room_for_a_copy_the_layers_are_used_as_they_are(folder, monkeypatch):
     model = adapted(loaded(folder))
     asked = requests()
@@ -154,13 +169,12 @@ def test_without_room_for_a_copy_the_layers_are_used_as_they_are(folder, monkeyp
     assert gap(model, groups, asked) < BOUND["nf4"]
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("room", [True, False], ids=["copy", "no copy"])
 def test_a_rollout_leaves_the_layers_as_they_are(folder, monkeypatch, settings, room):
-    """On CPUs with AVX512-BF16 bitsandbytes rearranges 4-bit weights in evaluation mode, and gradients are lost."""
+    """On CPUs with AVX512-BF16 bitsandbytes packs 4-bit weights in evaluation mode, and gradients are lost."""
     model = adapted(loaded(folder), **settings)
-    for layer in quantized_layers(model):
-        layer.support_avx512bf16_for_cpu = True
     if not room:
         monkeypatch.setattr("grupo.rollout.local.engine.free_bytes", lambda device: 1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -172,16 +186,137 @@ def test_a_rollout_leaves_the_layers_as_they_are(folder, monkeypatch, settings, 
     assert [module.training for module in model.modules()] == training
 
 
-def test_layers_that_were_rearranged_are_refused(folder):
-    model = adapted(loaded(folder))
+def packed(model):
+    """The model after a forward of one of its 4-bit layers in evaluation mode on a CPU with AVX512-BF16."""
     layer = next(quantized_layers(model))
     layer.support_avx512bf16_for_cpu = True
     model.eval()
     with torch.no_grad(), pytest.raises(Exception):  # noqa: B017 this CPU may not have the product that comes next
         layer(torch.ones(1, layer.in_features))
         raise RuntimeError
+    return model
+
+
+def test_layers_that_were_packed_are_refused(folder, tmp_path):
+    model = packed(adapted(loaded(folder)))
     with pytest.raises(ConfigError, match="evaluation mode"):
         check_trainable(model)
+    with pytest.raises(ConfigError, match=r"evaluation mode.*save_pretrained\(folder\) and pass the folder"):
+        merge(model, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+# ---- evaluation mode -------------------------------------------------------------------------------------------------
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_model_that_was_just_loaded_computes_what_is_trained(folder, kind):
+    """from_pretrained returns models in evaluation mode."""
+    model = load_policy(str(folder), quantization_config=quantization_config(kind, torch.float32, asked="the test"))
+    wanted = logits(dequantised(model))
+    assert not model.training
+    torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+    if kind == "nf4":
+        torch.testing.assert_close(logits(model.eval()), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_evaluation_mode_computes_what_is_trained_and_is_left_again(folder, kind):
+    model = adapted(loaded(folder, kind), lora_dropout=0.5)
+    model.train()
+    model.get_base_model().model.norm.eval()
+    modes = [module.training for module in model.modules()]
+    with evaluation_mode(model):
+        assert not model.training
+        torch.testing.assert_close(logits(model), logits(dequantised(model).eval()), rtol=1e-4, atol=1e-4)
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(KeyError), evaluation_mode(model):
+        raise KeyError
+    assert [module.training for module in model.modules()] == modes
+
+
+class CallsEval(TrainerCallback):
+    """As callbacks do that print a sample between two steps."""
+
+    def on_step_end(self, args, state, control, model=None, **more):
+        logits(model.eval())
+
+
+@pytest.mark.usefixtures("processor")
+def test_a_run_is_the_same_with_code_that_calls_eval(folder, tmp_path):
+    """A callback does, and peft when the best checkpoint is loaded at the end."""
+    runs = []
+    for callbacks in ([], [CallsEval()]):
+        trainer = make_trainer(
+            tmp_path / str(len(runs)), model=adapted(loaded(folder)), learning_rate=1e-2, max_steps=3,
+            callbacks=callbacks, eval_dataset=PROMPTS, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+            save_steps=1, load_best_model_at_end=True,
+        )  # fmt: skip
+        trainer.train()
+        assert trainer.state.best_model_checkpoint is not None
+        assert not any(layer.training for layer in quantized_layers(trainer.model)), "peft has called eval()"
+        runs.append((logits(trainer.model), trainer.state.log_history))
+    (one, history), (other, with_callback) = runs
+    assert torch.equal(one, other)
+    for before, after in zip(history, with_callback, strict=True):
+        assert [before.get(name) for name in ("loss", "grad_norm")] == [after.get(n) for n in ("loss", "grad_norm")]
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_supervised_trainer_evaluates_what_is_trained(folder, tmp_path, kind):
+    """Its base class calls eval(); afterwards gradients are what they were."""
+    model = adapted(loaded(folder, kind))
+    _, before = gradients(model)
+    shown = [Demonstration(0, (10, 11, 12), (13, 14)), Demonstration(1, (20, 21), (22, 23, 24))]
+    args = TrainingArguments(str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True)
+    trainer = sft_trainer(model, shown, tiny_tokenizer(), args)
+    found = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    with torch.no_grad():
+        wanted = dequantised(model)(**padded(trainer.train_dataset)).loss
+    assert found == pytest.approx(float(wanted), rel=1e-5)
+    _, after = gradients(model)
+    assert all(torch.equal(gradient, after[name]) for name, gradient in before.items())
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantised_reward_model_is_left_as_it_is(folder, kind):
+    config = quantization_config(kind, torch.float32, asked="the test")
+    torch.manual_seed(5)  # of the head, which the folder lacks
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32, quantization_config=config
+    )
+    assert len(list(quantized_layers(model))) == 14
+    texts = {"prompts": ["what is ", "abc"], "completions": ["this", "defgh"]}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found, wanted = (reward_model(one, tiny_tokenizer())(**texts) for one in (model, dequantised(model)))
+    assert found == pytest.approx(wanted, rel=1e-4) and abs(found[0] - found[1]) > 1e-3
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_no_other_code_calls_eval():
+    """What is not in the list of calls here would run quantised layers in evaluation mode on some processor."""
+    calls = [
+        (path.name, node.lineno)
+        for path in Path(grupo.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
+        if node.func.attr == "eval"
+    ]
+    assert [name for name, _ in calls] == ["quantized_layers.py"], calls
+    assert Linear4bit(64, 64).support_avx512bf16_for_cpu in (True, False), "keep_unpacked sets it"
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
 def test_a_quantised_model_without_an_adapter_is_refused(folder):
@@ -222,6 +357,7 @@ def test_weights_are_counted_whole(folder):
     assert (trainable, total) == check_trainable(plain)
 
 
+@pytest.mark.usefixtures("processor")
 def test_bfloat16_products(folder):
     """4-bit layers compute in bfloat16, norms and the residual stream in float32, as on a GPU."""
     model = adapted(loaded(folder, compute=torch.bfloat16))
@@ -231,8 +367,8 @@ def test_bfloat16_products(folder):
     assert one._supports_row_cache
     with torch.no_grad():
         found = make_inference_copy(model)(input_ids=IDS).logits
-        model.eval()
-        torch.testing.assert_close(found, model(input_ids=IDS).logits, rtol=0, atol=0.1)
+        with evaluation_mode(model):
+            torch.testing.assert_close(found, model(input_ids=IDS).logits, rtol=0, atol=0.1)
     assert gap(model, groups, asked) < 0.1
 
 
@@ -262,6 +398,7 @@ def test_dense_weights_have_the_dtype_of_the_products(folder):
         assert dense_weight(layer).dtype == compute and layer.weight.quant_state.dtype == torch.float32
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("settings", [{}, {"beta": 0.1, "num_iterations": 2}], ids=["plain", "KL and two passes"])
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_whole_run(folder, tmp_path, kind, settings):
@@ -277,6 +414,7 @@ def test_a_whole_run(folder, tmp_path, kind, settings):
     assert type(trainer.optimizer.optimizer).__module__.startswith("bitsandbytes")
 
 
+@pytest.mark.usefixtures("processor")
 def test_loaded_by_the_trainer_and_saved_for_peft(folder, tmp_path):
     """In a fresh process-like way: the adapter on a base that is quantised the same."""
     from peft import PeftModel
@@ -297,9 +435,11 @@ def test_loaded_by_the_trainer_and_saved_for_peft(folder, tmp_path):
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     with torch.no_grad():
-        again = PeftModel.from_pretrained(loaded(folder), tmp_path / "saved")
+        base, again = loaded(folder), PeftModel.from_pretrained(loaded(folder), tmp_path / "saved")
+        for model in (base, again):
+            set_evaluation_mode(model)  # on some processors eval() alone would round products to bfloat16
         torch.testing.assert_close(again(input_ids=IDS).logits, trainer.model(input_ids=IDS).logits)
-        assert not torch.allclose(again(input_ids=IDS).logits, loaded(folder)(input_ids=IDS).logits)
+        assert not torch.allclose(again(input_ids=IDS).logits, base(input_ids=IDS).logits)
 
 
 def test_bitsandbytes_missing_is_a_sentence(monkeypatch):

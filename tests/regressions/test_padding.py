@@ -1,17 +1,19 @@
-"""E5: the log-probs of a row do not depend on its neighbours or on padding.
+"""The log-probs of a completion depend neither on its neighbours nor on padding.
 
-TRL PR #2708 (attention mask missing), #6800 (position ids); unsloth #1954; ms-swift #7066.
+TRL PR #2708 (attention mask missing), #6800 (position ids); unslothai/unsloth #1954; modelscope/ms-swift #7066.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import (
     completions_of,
     fed_in,
+    given,
+    lora,
     make_trainer,
     recorded_batches,
     recorded_losses,
@@ -28,16 +30,14 @@ SCRIPT = {
 REWARDS = [0.0, 1.0, 2.0, 5.0, 4.0, 0.0, 1.0, 2.0]
 
 
-def scored_rows(folder, monkeypatch, rows, *, packed, **settings):
-    """(prompt and completion ids) -> the rows of the first loss that they were in, unpadded."""
+def logprobs_of_each(folder, monkeypatch, rows, *, packed, **settings):
+    """(prompt and completion ids) -> their policy, old and reference log-probs in the first loss, unpadded."""
     with monkeypatch.context() as patch:
         batches, losses = recorded_batches(patch), recorded_losses(patch)
-        model = settings.pop("model", None) or tiny_model()
         trainer = make_trainer(
             folder,
             lambda completions, **columns: REWARDS[: len(completions)],
             rows,
-            model=model,
             script=SCRIPT,
             beta=0.1,
             num_iterations=2,
@@ -55,19 +55,15 @@ def scored_rows(folder, monkeypatch, rows, *, packed, **settings):
             assert all(tensor[row, len(completion) :].abs().sum() == 0 for tensor in tensors), "0 on padding"
             key = (tuple(prompt), tuple(completion))
             found.setdefault(key, [tensor[row, : len(completion)].detach() for tensor in tensors])
-    return found, trainer
+    return found
 
 
+ROWS = [{"prompt": SHORT}, {"prompt": LONG}]
 VARIANTS = {
-    "together": {"rows": [{"prompt": SHORT}, {"prompt": LONG}], "per_device_train_batch_size": 8},
-    "pairs": {
-        "rows": [{"prompt": SHORT}, {"prompt": LONG}],
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-    },
-    "padded to 64": {"rows": [{"prompt": SHORT}, {"prompt": LONG}], "pad_to_multiple_of": 64},
-    "pad is eos": {"rows": [{"prompt": SHORT}, {"prompt": LONG}], "tokenizer": tiny_tokenizer(pad="</s>")},
-    "no pad": {"rows": [{"prompt": SHORT}, {"prompt": LONG}], "tokenizer": tiny_tokenizer(pad=None)},
+    "pairs": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "padded to 64": {"pad_to_multiple_of": 64},
+    "pad is eos": {"tokenizer": tiny_tokenizer(pad="</s>")},
+    "no pad": {"tokenizer": tiny_tokenizer(pad=None)},
 }
 
 
@@ -77,21 +73,23 @@ both_paths = pytest.mark.parametrize("packed", [True, False], ids=["packed", "pa
 @both_paths
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 def test_policy_old_and_reference_equal_an_unpadded_forward(tmp_path, monkeypatch, settings, packed):
-    found, _ = scored_rows(tmp_path, monkeypatch, learning_rate=0.0, max_steps=2, packed=packed, **settings)
-    model = tiny_model()
+    found = logprobs_of_each(tmp_path, monkeypatch, ROWS, learning_rate=0.0, max_steps=2, packed=packed, **settings)
+    assert_unpadded(found, tiny_model())
+
+
+def assert_unpadded(found, model):
     assert len(found) == 8
-    for (prompt, completion), scored in found.items():
+    for (prompt, completion), tensors in found.items():
         with torch.no_grad():
             wanted = token_logprobs(model, prompt, completion)
-        for tensor in scored:
+        for tensor in tensors:
             torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-5)
 
 
 @both_paths
-def test_alone_or_beside_a_long_one(tmp_path, monkeypatch, packed):
-    rows = [{"prompt": SHORT}, {"prompt": LONG}]
-    alone, _ = scored_rows(tmp_path / "alone", monkeypatch, rows[:1], per_device_train_batch_size=4, packed=packed)
-    beside, _ = scored_rows(tmp_path / "beside", monkeypatch, rows, packed=packed)
+def test_alone_or_with_a_long_completion(tmp_path, monkeypatch, packed):
+    alone = logprobs_of_each(tmp_path / "alone", monkeypatch, ROWS[:1], per_device_train_batch_size=4, packed=packed)
+    beside = logprobs_of_each(tmp_path / "beside", monkeypatch, ROWS, packed=packed)
     common = alone.keys() & beside.keys()
     assert len(common) == 4
     for key in common:
@@ -99,75 +97,35 @@ def test_alone_or_beside_a_long_one(tmp_path, monkeypatch, packed):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-@both_paths
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma3", "gpt_neox"])
-def test_other_architectures_and_positions(tmp_path, monkeypatch, architecture, packed):
-    """Learned positions, norms on queries, sliding windows, biases, tied heads."""
-    model = other_model(architecture)
-    found, _ = scored_rows(
-        tmp_path, monkeypatch, [{"prompt": SHORT}, {"prompt": LONG}], packed=packed, model=model, learning_rate=0.0,
-        max_steps=1,
-    )  # fmt: skip
-    model.eval()
-    assert len(found) == 8
-    for (prompt, completion), scored in found.items():
-        with torch.no_grad():
-            wanted = token_logprobs(model, prompt, completion)
-        for tensor in scored:
-            torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-5)
-
-
-def other_model(architecture):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": 128,
+ARCHITECTURES = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "attn_pdrop": 0.2, "resid_pdrop": 0.2},
+    "gpt_neox": {
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
         "max_position_embeddings": 512,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        "sliding_window": 16,
-    }
-    if architecture == "gpt_neox":
-        del settings["sliding_window"]  # it has no windows, and keeps the setting all the same
-    if architecture == "gpt2":
-        settings = {
-            "vocab_size": 128,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 512,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "pad_token_id": 2,
-            "resid_pdrop": 0.2,
-            "embd_pdrop": 0.2,
-            "attn_pdrop": 0.2,
-        }
-    name = "gemma3_text" if architecture == "gemma3" else architecture
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings))
+    },
+}
 
 
-def test_sampled_and_scored_log_probs_agree(tmp_path, monkeypatch):
-    """Left padding in the prefill, right padding in scoring: the same numbers, short prompts beside long ones."""
-    batches, losses = recorded_batches(monkeypatch), recorded_losses(monkeypatch)
-    model = tiny_model()
-    peft_config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-    trainer = make_trainer(
-        tmp_path,
-        lambda completions, **columns: REWARDS,
-        [{"prompt": SHORT}, {"prompt": LONG}],
-        model=model,
-        peft_config=peft_config,
-        temperature=0.7,
+@both_paths
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_learned_positions_and_biases(tmp_path, monkeypatch, architecture, packed):
+    """Architectures that are not in tests/models/test_families.py."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        architecture, vocab_size=128, bos_token_id=0, eos_token_id=1, pad_token_id=2, **ARCHITECTURES[architecture]
     )
+    model = AutoModelForCausalLM.from_config(config)
+    found = logprobs_of_each(tmp_path, monkeypatch, ROWS, packed=packed, model=model, learning_rate=0.0, max_steps=1)
+    assert_unpadded(found, model.eval())
+
+
+def test_behavior_and_policy_log_probs_agree(tmp_path, monkeypatch):
+    """The engine pads prompts on the left, the trainer sequences on the right; prompts have 3 and 60 tokens."""
+    batches, losses = recorded_batches(monkeypatch), recorded_losses(monkeypatch)
+    trainer = make_trainer(tmp_path, given(REWARDS), ROWS, peft_config=lora(r=2), temperature=0.7)
     train(trainer)
     (batch,), (inputs,) = ([one for one in calls if one.advantages.any()] for calls in (batches, losses))
     assert int(batch.prompt_lengths.min()) == 3 and int(batch.prompt_lengths.max()) == 60
@@ -176,12 +134,10 @@ def test_sampled_and_scored_log_probs_agree(tmp_path, monkeypatch):
 
 
 def test_neighbours_do_not_change_what_is_sampled(tmp_path):
-    """The prompt of 3 tokens, drawn first, beside one of 3 and beside one of 60."""
+    """A prompt of 3 tokens, together with one of 3 and with one of 60."""
     texts = []
     for name, second in (("short", "xyz"), ("long", LONG)):
-        trainer = make_trainer(
-            tmp_path / name, lambda completions, **columns: REWARDS, [{"prompt": SHORT}, {"prompt": second}]
-        )
+        trainer = make_trainer(tmp_path / name, given(REWARDS), [{"prompt": SHORT}, {"prompt": second}])
         train(trainer)
         texts.append([completion["text"] for completion in completions_of(trainer) if completion["prompt"] == SHORT])
     assert len(texts[0]) == 4 and texts[0] == texts[1]

@@ -1,4 +1,4 @@
-"""F4: before any update the ratio is 1 and the KL is 0, whatever the dropout; and the temperature is in every log-prob.
+"""Before any update the ratio is 1 and the KL is 0, with any dropout; the temperature is in every log-prob.
 
 TRL PR #3234 (option to disable dropout), #3500 (huge KL at step one), Reef PR #536; TRL PR #3029, #4159 (temperature).
 """
@@ -9,54 +9,54 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig
 
 from grupo.errors import ConfigError
 from harness import (
     completions_of,
     fed_in,
+    given,
     gradient_of,
     ids_of,
     logs_of,
+    lora,
     make_trainer,
     recorded_batches,
     recorded_losses,
     relative_error,
     token_logprobs,
     train,
+    varied,
 )
 from tiny import tiny_model
 
-
-def varied(completions, **columns):
-    return [float((7 * index) % 5) for index in range(len(completions))]
-
-
-def adapter(**more):
-    """B is not zero, or dropout on A would not show."""
-    return LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False, **more)
-
-
 DROPOUTS = {
     "attention dropout": ({"attention_dropout": 0.3}, None),
-    "LoRA dropout": ({}, adapter(lora_dropout=0.3)),
-    "both": ({"attention_dropout": 0.3}, adapter(lora_dropout=0.5)),
+    "LoRA dropout": ({}, lora(lora_dropout=0.3)),
+    "both": ({"attention_dropout": 0.3}, lora(lora_dropout=0.5)),
     "eager attention": ({"attention_dropout": 0.3, "attn_implementation": "eager"}, None),
 }
-WAYS = {
-    "": {},
+SETTINGS = {
     "checkpointing": {"gradient_checkpointing": True},
     "re-entrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "several micro-batches": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-    "mu 2": {"num_iterations": 2},
+    "num_iterations": {"num_iterations": 2},
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("config, peft_config", DROPOUTS.values(), ids=DROPOUTS)
-def test_no_kl_and_no_clipping_in_the_first_step(tmp_path, monkeypatch, config, peft_config, way):
+@pytest.mark.parametrize(
+    "dropout, settings", [*((name, "") for name in DROPOUTS), *(("both", name) for name in SETTINGS)]
+)
+def test_no_kl_and_no_clipping_in_the_first_step(tmp_path, monkeypatch, dropout, settings):
+    config, peft_config = DROPOUTS[dropout]
     losses = recorded_losses(monkeypatch)
-    trainer = make_trainer(tmp_path, varied, model=tiny_model(**config), peft_config=peft_config, beta=0.1, **way)
+    trainer = make_trainer(
+        tmp_path,
+        varied,
+        model=tiny_model(**config),
+        peft_config=peft_config,
+        beta=0.1,
+        **SETTINGS.get(settings, {}),
+    )
     train(trainer)
     (line,) = logs_of(trainer)
     assert abs(line["kl"]) <= 1e-6 and line["ratio/mean"] == pytest.approx(1, abs=1e-5)
@@ -66,17 +66,17 @@ def test_no_kl_and_no_clipping_in_the_first_step(tmp_path, monkeypatch, config, 
         torch.testing.assert_close(inputs.policy_logprobs.detach(), inputs.reference_logprobs, rtol=0, atol=1e-6)
         if inputs.old_logprobs is not None:
             torch.testing.assert_close(inputs.policy_logprobs.detach(), inputs.old_logprobs, rtol=0, atol=1e-6)
-    assert trainer.model.training, "and yet training mode is on, for checkpointing"
+    assert trainer.model.training, "training mode stays on, for checkpointing"
 
 
-def test_dropout_in_scoring_is_a_setting(tmp_path, monkeypatch):
+def test_scoring_dropout(tmp_path, monkeypatch):
     losses = recorded_losses(monkeypatch)
     trainer = make_trainer(tmp_path, varied, model=tiny_model(attention_dropout=0.3), beta=0.1, logprob_dropout=True)
     train(trainer)
     assert logs_of(trainer)[0]["kl"] > 1e-4
     for inputs in losses:
         assert (inputs.policy_logprobs - inputs.behavior_logprobs).abs().max() > 1e-3
-        # Without gradient there is no dropout: the reference, which is the policy, gives what the engine gave.
+        # Without gradient there is no dropout: the reference, here the policy, agrees with the engine.
         torch.testing.assert_close(inputs.reference_logprobs, inputs.behavior_logprobs, rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match="contradict"):
         make_trainer(tmp_path / "both", varied, logprob_dropout=True, disable_dropout=True)
@@ -86,22 +86,6 @@ def test_the_rates_are_still_there_afterwards(tmp_path):
     model = tiny_model(attention_dropout=0.3)
     train(make_trainer(tmp_path, varied, model=model))
     assert {layer.self_attn.attention_dropout for layer in model.model.layers} == {0.3}
-
-
-def test_rescoring_a_stored_window_gives_ratio_one(tmp_path):
-    """Old log-probs are those of the whole window, policy ones of each step's own micro-batches: other neighbours."""
-    rows = [{"prompt": "ab"}, {"prompt": "a longer prompt " * 3}, {"prompt": "cde"}, {"prompt": "x" * 30}]
-    settings = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 8,
-        "beta": 0.1,
-    }
-    trainer = make_trainer(tmp_path, varied, rows, num_iterations=2, learning_rate=0.0, max_steps=8, **settings)
-    train(trainer)
-    assert len(logs_of(trainer)) == 8
-    for line in logs_of(trainer):
-        assert line["ratio/mean"] == pytest.approx(1, abs=1e-6) and abs(line["kl"]) <= 1e-6
 
 
 def test_the_second_pass_sees_the_update(tmp_path):
@@ -117,17 +101,17 @@ def test_the_second_pass_sees_the_update(tmp_path):
 
 
 PRECISIONS = {
-    "float32": ({}, torch.float32, 1e-5),
-    "bfloat16 autocast": ({"bf16": True}, torch.float32, 0.02),
-    "bfloat16 weights": ({}, torch.bfloat16, 0.02),
-    "float64": ({}, torch.float64, 1e-6),
+    "float32": ({}, torch.float32, None, 1e-5),
+    "bfloat16 autocast, LoRA": ({"bf16": True}, torch.float32, lora(), 0.02),
+    "bfloat16 weights": ({}, torch.bfloat16, None, 0.02),
+    "bfloat16 weights, LoRA": ({}, torch.bfloat16, lora(), 0.02),
+    "float64": ({}, torch.float64, None, 1e-6),
 }
 
 
-@pytest.mark.parametrize("peft_config", [None, adapter()], ids=["full", "LoRA"])
-@pytest.mark.parametrize("settings, dtype, gap", PRECISIONS.values(), ids=PRECISIONS)
-def test_every_precision_scores_from_hidden_states(tmp_path, peft_config, settings, dtype, gap):
-    """Ratio 1, KL 0, and no full logits, whatever the weights and the arithmetic."""
+@pytest.mark.parametrize("settings, dtype, peft_config, gap", PRECISIONS.values(), ids=PRECISIONS)
+def test_every_precision_computes_log_probs_from_hidden_states(tmp_path, settings, dtype, peft_config, gap):
+    """Ratio 1, KL 0, and no full logits, in every precision of weights and arithmetic."""
     model = tiny_model(dtype=dtype)
     trainer = make_trainer(
         tmp_path, varied, model=model, peft_config=peft_config, beta=0.1, num_iterations=2, max_steps=2, **settings
@@ -140,7 +124,7 @@ def test_every_precision_scores_from_hidden_states(tmp_path, peft_config, settin
 
 
 def test_training_again_samples_again(tmp_path):
-    """A second call of train() is a run of its own: nothing of the first one's rollouts, logs or counters is left."""
+    """A second call of train() starts a new run, without rollouts, logs or counters of the first one."""
     calls = []
 
     def reward(completions, **columns):
@@ -191,12 +175,12 @@ def test_the_temperature_is_in_every_log_prob_and_in_the_gradient(tmp_path, monk
 
 
 def test_one_token_by_hand(tmp_path, monkeypatch):
-    """log softmax(logits / 0.5) of the first token behind "ab", written out."""
+    """log softmax(logits / 0.5) of the first token after "ab", written out."""
     losses = recorded_losses(monkeypatch)
     script = {"ab": ["x</s>", "y</s>", "z</s>", "w</s>"]}
     trainer = make_trainer(
         tmp_path,
-        lambda completions, **columns: [1.0, 0, 0, 0],
+        given([1.0, 0, 0, 0]),
         [{"prompt": "ab"}],
         script=script,
         temperature=0.5,
@@ -210,7 +194,7 @@ def test_one_token_by_hand(tmp_path, monkeypatch):
     assert sorted(losses[0].policy_logprobs[:, 0].tolist()) == pytest.approx(wanted, abs=1e-5)
 
 
-def test_truncated_sampling_does_not_touch_the_scored_log_probs(tmp_path, monkeypatch):
+def test_truncated_sampling_does_not_change_policy_log_probs(tmp_path, monkeypatch):
     losses, batches = recorded_losses(monkeypatch), recorded_batches(monkeypatch)
     trainer = make_trainer(tmp_path, varied, top_k=3, top_p=0.9, temperature=0.8)
     train(trainer)
@@ -230,10 +214,10 @@ def test_a_temperature_that_cannot_train_is_refused(tmp_path, temperature):
 
 
 @pytest.mark.parametrize(
-    "peft_config", [None, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"), adapter()]
+    "peft_config", [None, lora(init_lora_weights=True), lora()], ids=["full", "new adapter", "trained adapter"]
 )
 def test_the_reference_is_the_policy_at_the_start_however_long_it_trains(tmp_path, monkeypatch, peft_config):
-    """The base model under a fresh adapter, the adapter itself where a trained one was passed (TRL #3194)."""
+    """The base model with a new adapter, the adapter itself where a trained one was passed (TRL #3194)."""
     losses, batches = recorded_losses(monkeypatch), recorded_batches(monkeypatch)
     torch.manual_seed(0)
     trainer = make_trainer(tmp_path, varied, peft_config=peft_config, beta=0.1, learning_rate=0.05, max_steps=3)

@@ -1,6 +1,6 @@
-"""What the case tests have in common: the real trainer on a tiny model, and plain forwards to compare it with.
+"""Helpers of the regression tests: the real trainer on a tiny model, and plain forwards to compare it with.
 
-Cases are quoted by the report they come from; TRL is huggingface/trl. G group size, B completions, T tokens.
+Issue numbers name the reports that a test comes from; "TRL" is huggingface/trl. G group size, B completions, T tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -66,7 +67,7 @@ def make_trainer(
     stops: Sequence[int] = (EOS,),
     **settings: Any,
 ) -> GRPOTrainer:
-    """A trainer on T0. With a `script`, token ids per prompt and place or texts per prompt, nothing is sampled."""
+    """A trainer of a tiny model. With a `script` (a function, or texts per prompt) the engine replays completions."""
     engine = None
     if script is not None:
         texts = script
@@ -96,7 +97,7 @@ def after_its_checks(trainer: GRPOTrainer) -> GRPOTrainer:
 
 @dataclass
 class Watch(TrainerCallback):
-    """What a run did: the gradient of each step before the update, and the parameters before each step."""
+    """Records the gradients of each step before the update, and the parameters before each step."""
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
@@ -121,7 +122,7 @@ def logs_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:
 
 
 def completions_of(trainer: GRPOTrainer, *, split: str | None = None) -> list[dict[str, Any]]:
-    """The completions in the run folder, with their prompt, in order; of training or of one evaluation split."""
+    """Completions in the run folder with their prompts, in order, of training or of one evaluation split."""
     path = Path(trainer.args.output_dir) / "completions.jsonl"
     groups = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
@@ -151,8 +152,19 @@ def all_finite(model: nn.Module) -> bool:
     return all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 
 
-def given(scores: Sequence[Any]) -> Callable[..., Any]:
-    """A reward function that returns `scores`, whatever it is given."""
+def varied(completions: list[Any], **columns: Any) -> list[float]:
+    """Rewards that differ within each group."""
+    return [float((7 * index) % 5) for index in range(len(completions))]
+
+
+def lora(**more: Any) -> LoraConfig:
+    """LoRA on all linear layers whose B is not zero, so that changes of A have an effect."""
+    settings = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    return LoraConfig(**{**settings, **more})
+
+
+def given(scores: Any) -> Callable[..., Any]:
+    """A reward function that always returns `scores`."""
 
     def reward(completions: list[Any], **columns: Any) -> Any:
         return scores
@@ -163,7 +175,7 @@ def given(scores: Sequence[Any]) -> Callable[..., Any]:
 def token_logprobs(
     model: nn.Module, prompt: Sequence[int], completion: Sequence[int], temperature: float = 1.0
 ) -> Tensor:
-    """(T,) with gradient: one plain forward of one row, without padding, mask or chunks."""
+    """(T,) with gradient, from one plain forward pass of one sequence, without padding, mask or chunks."""
     ids = torch.tensor([[*prompt, *completion]])
     log_p = torch.log_softmax(model(input_ids=ids).logits[0] / temperature, -1)
     return torch.stack([log_p[len(prompt) + t - 1, token] for t, token in enumerate(completion)])
@@ -183,7 +195,7 @@ def relative_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) ->
 
 
 def recorded_batches(monkeypatch: Any) -> list[MicroBatch]:
-    """Every micro-batch that is made from now on."""
+    """List to which every micro-batch is added that is built from now on."""
     batches: list[MicroBatch] = []
     collate = update.collate
 
@@ -196,10 +208,10 @@ def recorded_batches(monkeypatch: Any) -> list[MicroBatch]:
 
 
 def fed_in(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
-    """Prompt and completion ids of each completion, in the order of the batch, as the model was given them.
+    """Prompt and completion ids of each completion, in the order of the batch, as the model received them.
 
-    In a packed row completions of one prompt share it: (prompt, A), (prompt, B) are prompt, A, B, and the positions of
-    A and of B go on from those of the prompt.
+    In a packed sequence, completions of one prompt share it: (prompt, A), (prompt, B) are stored as prompt, A, B, and
+    the positions of A and of B both continue those of the prompt.
     """
     rows: list[tuple[list[int], list[int]]] = []
     if batch.layout is None:
@@ -224,7 +236,7 @@ def fed_in(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
 
 
 def recorded_losses(monkeypatch: Any) -> list[LossInputs]:
-    """What the loss is computed from, from now on."""
+    """List to which the inputs of every loss are added from now on."""
     calls: list[LossInputs] = []
     inner = GRPOLoss.__call__
 
@@ -237,9 +249,9 @@ def recorded_losses(monkeypatch: Any) -> list[LossInputs]:
 
 
 def scripted_sampling(model: nn.Module, completion: Sequence[int], prompt_length: int) -> nn.Module:
-    """Makes `model` sample `completion` behind prompts of one length, in the in-process engine's own decoding.
+    """Makes the in-process engine sample `completion` after prompts of `prompt_length` tokens.
 
-    Where nothing is cached, as in scoring, the model is as it was.
+    Without a cache, as in the computation of log-probs, the model is unchanged.
     """
     inner = model.forward
 
@@ -255,7 +267,7 @@ def scripted_sampling(model: nn.Module, completion: Sequence[int], prompt_length
 
 
 def never_stopping(model: nn.Module, stops: Sequence[int] = (EOS,)) -> nn.Module:
-    """Takes 1e4 from the logit of every stop token, in sampling and in scoring."""
+    """Subtracts 1e4 from the logits of all stop tokens, in sampling and in the computation of log-probs."""
     inner = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

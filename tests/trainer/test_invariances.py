@@ -1,6 +1,6 @@
-"""What must not change the gradient, the weights or the run: cuts, order, padding, chunks, skipped rows, restarts.
+"""Changes without an effect on the gradient or the run: micro-batches, order, padding, chunks, skipped samples.
 
-Everything runs through GRPOTrainer on a tiny random model; the steps' gradients are compared before clipping.
+Everything runs through GRPOTrainer on a tiny random model; gradients are compared before clipping.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from grupo import GRPOTrainer
@@ -22,7 +23,6 @@ from grupo.algo.losses import GRPOLoss, LossInputs, StepTotals
 from grupo.data.prompt_stream import PromptStream
 from grupo.errors import TrainingError
 from grupo.policy import logprob_model as logprob_model_module
-from grupo.policy.batching import collate
 from grupo.policy.chunked_logprobs import chunked_logprobs
 from grupo.policy.forward_backward import ForwardBackward
 from grupo.policy.logprob_model import LogprobModel
@@ -30,9 +30,10 @@ from grupo.types import TrainingSample
 from tiny import tiny_model
 from tiny_trainer import EOS, PROMPTS, TOKENIZER, Spy, Step, distance, gradients, make_trainer, run, weights
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gspo")
+# One loss per aggregation, and one at sequence level; algo/test_losses.py covers every loss.
+LOSS_TYPES = ("grpo", "luspo", "dapo", "dr_grpo", "gspo")
 
-# Stock models compute norms, rotary angles and softmax in float32, also in float64: their rounding is what is left.
+# Stock models compute norms, rotary angles and softmax in float32 even in float64, which leaves some rounding.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-7}
 
 
@@ -48,13 +49,13 @@ def assert_same_steps(steps: list[Step], expected: list[Step], tolerance: float)
 
 @pytest.fixture(autouse=True)
 def cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short completions would fill up a micro-batch that has room for long ones."""
+    """Otherwise more short completions would fit into a micro-batch with room for long ones."""
     monkeypatch.setattr("grupo.trainer.components.longest_sequence", lambda *_: None)
 
 
-SPLITS = ((16, 1), (8, 2), (2, 8))
+SPLITS = ((16, 1), (2, 8))
 
-# Two passes over one rollout: at the second step the ratio is not 1 any more.
+# Two passes over one rollout: in the second step the ratio is no longer 1.
 OFF_POLICY = {"num_iterations": 2, "max_steps": 2}
 EVERY_OPTION = {
     "beta": 0.1,
@@ -65,7 +66,7 @@ EVERY_OPTION = {
 }
 
 
-def splits_of(folder: Path, dtype: torch.dtype, splits: Any = SPLITS, **settings: Any) -> list[list[Step]]:
+def splits_of(folder: Path, dtype: torch.dtype, **settings: Any) -> list[list[Step]]:
     return [
         run(
             folder / f"{size}",
@@ -74,32 +75,30 @@ def splits_of(folder: Path, dtype: torch.dtype, splits: Any = SPLITS, **settings
             gradient_accumulation_steps=accumulation,
             **settings,
         )
-        for size, accumulation in splits
+        for size, accumulation in SPLITS
     ]
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(torch.float32, {}), (torch.float64, {}), (torch.float32, EVERY_OPTION)],
-    ids=["float32", "float64", "float32 with every option"],
+    [(torch.float64, {}), (torch.float32, EVERY_OPTION)],
+    ids=["float64", "float32 with every option"],
 )
 def test_the_number_of_micro_batches_changes_nothing(
     tmp_path: Path, loss_type: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """1, 2 and 8 micro-batches (TRL #3021, #5619; ms-swift #10117), on-policy and off-policy."""
-    whole, *cut = splits_of(tmp_path, dtype, loss_type=loss_type, **OFF_POLICY, **options)
+    """1 and 8 micro-batches (huggingface/trl #3021, #5619; modelscope/ms-swift #10117), on-policy and off-policy."""
+    whole, cut = splits_of(tmp_path, dtype, loss_type=loss_type, **OFF_POLICY, **options)
     assert whole[1].metrics["ratio/mean"] != pytest.approx(1.0, abs=1e-4), "the second step is off-policy"
-    for steps in cut:
-        assert_same_steps(steps, whole, TOLERANCE[dtype])
+    assert_same_steps(cut, whole, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("as_mean_of_means", [False, True])
+@pytest.mark.parametrize(("loss_type", "as_mean_of_means"), [("grpo", False), ("dapo", True)])
 def test_denominators_of_the_micro_batch_would_be_noticed(
     tmp_path: Path, loss_type: str, as_mean_of_means: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison above fails when each micro-batch is divided by its own tokens and rows (TRL #3021, #5619)."""
+    """The comparison above fails if each micro-batch is divided by its own tokens and rows (trl #3021, #5619)."""
     right = ForwardBackward._loss
 
     def own_totals(update, model, batch, totals, threshold, entropy_coef):
@@ -108,39 +107,36 @@ def test_denominators_of_the_micro_batch_would_be_noticed(
         return right(update, model, batch, StepTotals(tokens, rows, tokens), threshold, entropy_coef)
 
     monkeypatch.setattr(ForwardBackward, "_loss", own_totals)
-    whole, cut = splits_of(tmp_path, torch.float32, splits=(SPLITS[0], SPLITS[2]), loss_type=loss_type)
+    whole, cut = splits_of(tmp_path, torch.float32, loss_type=loss_type)
     assert distance(cut[0].gradients, whole[0].gradients) > 1e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_order_of_rows_changes_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_the_order_of_samples_changes_nothing(tmp_path: Path) -> None:
     trainer = make_trainer(
-        tmp_path, model=tiny_model(dtype=dtype), per_device_train_batch_size=4, gradient_accumulation_steps=4
+        tmp_path, model=tiny_model(dtype=torch.float64), per_device_train_batch_size=4, gradient_accumulation_steps=4
     )
     spy = Spy(trainer)
     trainer.train()
     (step,) = spy.steps
     for seed in range(3):
         shuffled = random.Random(seed).sample(step.samples, len(step.samples))
-        assert_same_steps([step_of(trainer, shuffled)], [step_of(trainer, step.samples)], TOLERANCE[dtype])
+        assert_same_steps([step_of(trainer, shuffled)], [step_of(trainer, step.samples)], 1e-7)
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "batch"])
-def test_the_order_of_groups_changes_nothing(tmp_path: Path, scale_rewards: str) -> None:
-    forwards = run(tmp_path / "a", scale_rewards=scale_rewards)
-    backwards = run(tmp_path / "b", scale_rewards=scale_rewards, dataset=PROMPTS[::-1])
+def test_the_order_of_groups_changes_nothing(tmp_path: Path) -> None:
+    forwards = run(tmp_path / "a", scale_rewards="batch")
+    backwards = run(tmp_path / "b", scale_rewards="batch", dataset=PROMPTS[::-1])
     assert forwards[0].samples[0].prompt_ids != backwards[0].samples[0].prompt_ids
     assert_same_steps(backwards, forwards, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_padding_changes_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
-    """As `pad_to_multiple_of` does; the padding id itself does not matter either (TRL PR #2708, #6800)."""
+def test_padding_changes_nothing(tmp_path: Path) -> None:
+    """As with `pad_to_multiple_of` (huggingface/trl PR #2708, #6800)."""
 
     def padded(multiple: int | None) -> list[Step]:
         return run(
             tmp_path / str(multiple),
-            model=tiny_model(dtype=dtype),
+            model=tiny_model(dtype=torch.float64),
             per_device_train_batch_size=4,
             gradient_accumulation_steps=4,
             pad_to_multiple_of=multiple,
@@ -148,70 +144,36 @@ def test_padding_changes_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
             **EVERY_OPTION,
         )
 
-    plain = padded(None)
-    for multiple in (16, 64):
-        more = padded(multiple)
-        assert more[0].metrics["padding_share"] > plain[0].metrics["padding_share"] + 0.1
-        assert_same_steps(more, plain, TOLERANCE[dtype])
+    plain, more = padded(None), padded(64)
+    assert more[0].metrics["padding_share"] > plain[0].metrics["padding_share"] + 0.1
+    assert_same_steps(more, plain, 1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_chunks_of_tokens_and_vocabulary_change_nothing(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_tokens_and_vocabulary_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def chunked(tokens: int, vocabulary: int) -> list[Step]:
         chunks = functools.partial(chunked_logprobs, token_chunk=tokens, vocabulary_chunk=vocabulary)
         monkeypatch.setattr(logprob_model_module, "chunked_logprobs", chunks)
-        return run(tmp_path, model=tiny_model(dtype=dtype), **OFF_POLICY, **EVERY_OPTION)
+        return run(tmp_path, model=tiny_model(dtype=torch.float64), **OFF_POLICY, **EVERY_OPTION)
 
-    plain = chunked(1024, 16384)
-    for tokens, vocabulary in ((1, 128), (7, 50), (1024, 1)):
-        assert_same_steps(chunked(tokens, vocabulary), plain, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_gradient_checkpointing_changes_nothing(tmp_path: Path, lora: bool, use_reentrant: bool) -> None:
-    """LoRA included, where re-entrant checkpointing sees no input with a gradient (microsoft/LoRA #120)."""
-
-    def steps_and_forwards(**settings: Any) -> tuple[list[Step], int]:
-        model, forwards = tiny_model(), []
-        if lora:
-            torch.manual_seed(1)
-            model = get_peft_model(
-                model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-            )
-        base = model.get_base_model() if lora else model
-        base.model.layers[0].mlp.register_forward_pre_hook(
-            lambda module, inputs: forwards.append(torch.is_grad_enabled())
-        )
-        return run(tmp_path, model=model, learning_rate=0.01, **OFF_POLICY, **settings), sum(forwards)
-
-    plain, forwards = steps_and_forwards()
-    checkpointed, more_forwards = steps_and_forwards(
-        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-    )
-    # The re-entrant kind makes its first forward without gradient, and only the second one with.
-    assert more_forwards == forwards * (1 if use_reentrant else 2) and forwards > 0
-    assert_same_steps(checkpointed, plain, 1e-5)
+    assert_same_steps(chunked(7, 50), chunked(1024, 16384), 1e-7)
 
 
 def test_tokens_at_the_entropy_threshold_do_not_depend_on_the_cut(tmp_path: Path) -> None:
-    """Where the threshold is one token's own entropy, or that of the first tokens of a group, which are equal."""
+    """The threshold is the entropy of a single token, whose rounding depends on the padding of its micro-batch."""
     trainer = make_trainer(tmp_path)
     spy = Spy(trainer)
     trainer.train()
+    spy.update.logprob_model.use_prompt_sharing = False
     samples = spy.steps[0].samples
     tokens = sum(len(sample.completion_ids) for sample in samples)
-    for rank in range(1, tokens - 1, 4):  # each group's four first tokens, which are equal, are met once
+    for rank in range(1, tokens - 1, 4):
         spy.update.top_entropy_quantile = 1 - rank / (tokens - 1)
-        whole, *cut = (step_of(trainer, samples, micro_batch_size=rows) for rows in (16, 8, 2))
-        for step in cut:
-            assert distance(step.gradients, whole.gradients) < 1e-5, f"rank {rank} of {tokens}"
+        whole, cut = (step_of(trainer, samples, micro_batch_size=rows) for rows in (16, 8))
+        assert distance(cut.gradients, whole.gradients) < 1e-5, f"rank {rank} of {tokens}"
 
 
 def step_of(trainer: GRPOTrainer, samples: list[TrainingSample], *, micro_batch_size: int | None = None) -> Step:
-    """One more gradient of the model as it is now, on given samples; nothing is updated."""
+    """Gradient of the current model on given samples, without an update."""
     update = trainer.forward_backward.update
     update.micro_batch_size = micro_batch_size or update.micro_batch_size
     trainer.model.zero_grad()
@@ -223,50 +185,42 @@ def step_of(trainer: GRPOTrainer, samples: list[TrainingSample], *, micro_batch_
 
 
 COMPUTED = {
-    "plain": ({}, lambda s: s.advantage != 0),
+    **{loss_type: ({"loss_type": loss_type}, lambda s: s.advantage != 0) for loss_type in LOSS_TYPES},
     "masked": ({"mask_truncated_completions": True}, lambda s: s.advantage != 0 and EOS in s.completion_ids),
-    "no KL on dead groups": ({"beta": 0.1, "kl_on_dead_groups": False}, lambda s: s.prompt_ids != DEAD_PROMPT),
-    "KL on dead groups": ({"beta": 0.1}, lambda s: True),
+    "no KL in zero-variance groups": (
+        {"beta": 0.1, "kl_on_dead_groups": False, "loss_type": "grpo"},
+        lambda s: s.prompt_ids != DEAD_PROMPT,
+    ),
+    "KL in zero-variance groups": ({"beta": 0.1}, lambda s: True),
     "entropy bonus": ({"entropy_coef": 0.05}, lambda s: True),
 }
 DEAD_PROMPT = tuple(TOKENIZER("dead")["input_ids"])
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "name"),
-    [(loss_type, "plain") for loss_type in LOSS_TYPES]
-    + [(loss_type, name) for loss_type in ("grpo", "dapo", "dr_grpo") for name in COMPUTED if name != "plain"],
-)
-def test_rows_without_gradient_are_skipped_and_change_nothing(
-    tmp_path: Path, loss_type: str, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", COMPUTED)
+def test_samples_without_gradient_are_skipped_and_change_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options, is_computed = COMPUTED[name]
-    scored_rows: list[int] = []
-    score = LogprobModel.logprobs
+    computed: list[int] = []
+    logprobs = LogprobModel.logprobs
 
     def counting(self, module, batch, **keywords):
-        scored_rows.append(len(batch.lengths) if torch.is_grad_enabled() else 0)
-        return score(self, module, batch, **keywords)
+        computed.append(len(batch.lengths) if torch.is_grad_enabled() else 0)
+        return logprobs(self, module, batch, **keywords)
 
     monkeypatch.setattr(LogprobModel, "logprobs", counting)
-    skipping = run(tmp_path / "skipping", loss_type=loss_type, **OFF_POLICY, **options)
-    assert sum(scored_rows) == sum(is_computed(sample) for step in skipping for sample in step.samples)
-    scored_rows.clear()
+    skipping = run(tmp_path / "skipping", **OFF_POLICY, **options)
+    assert sum(computed) == sum(is_computed(sample) for step in skipping for sample in step.samples)
+    computed.clear()
     monkeypatch.setattr(ForwardBackward, "_has_gradient", lambda self, sample: True)
-    computing = run(tmp_path / "computing", loss_type=loss_type, **OFF_POLICY, **options)
-    assert sum(scored_rows) == 2 * 16
+    computing = run(tmp_path / "computing", **OFF_POLICY, **options)
+    assert sum(computed) == 2 * 16
 
     assert_same_steps(skipping, computing, 1e-5)
     for metric in ("clip_ratio/region_mean", "clip_ratio/low_mean", "effective_tokens"):
         if metric in computing[1].metrics:
             assert skipping[1].metrics[metric] == pytest.approx(computing[1].metrics[metric], rel=1e-5)
-
-
-def test_the_kl_of_dead_groups_counts_unless_switched_off(tmp_path: Path) -> None:
-    counted = run(tmp_path / "a", beta=0.5, **OFF_POLICY)
-    left_out = run(tmp_path / "b", beta=0.5, kl_on_dead_groups=False, **OFF_POLICY)
-    assert distance(counted[0].gradients, left_out[0].gradients) < 1e-5, "no KL before the first update"
-    assert distance(counted[1].gradients, left_out[1].gradients) > 1e-4
 
 
 class OnlyDeadGroupsAt(TrainerCallback):
@@ -286,7 +240,7 @@ class OnlyDeadGroupsAt(TrainerCallback):
 def test_a_step_without_any_signal_has_zero_gradients_and_adamw_acts_as_always(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zero gradients, not missing ones: momentum and weight decay act as on the path that computes every row."""
+    """Gradients are zero, not missing: momentum and weight decay act as if every sample had been computed."""
     start = weights(tiny_model())
 
     def train(name: str) -> tuple[list[Step], list[dict[str, torch.Tensor]]]:
@@ -307,7 +261,7 @@ def test_a_step_without_any_signal_has_zero_gradients_and_adamw_acts_as_always(
     monkeypatch.setattr(ForwardBackward, "_has_gradient", lambda self, sample: True)
     _, naive = train("computing")
     moved, moved_naively = ({name: tensor - start[name] for name, tensor in of[2].items()} for of in (after, naive))
-    # AdamW divides by the gradient's own size, which makes much of the rounding of the smallest ones.
+    # AdamW divides by the size of the gradient, which amplifies the rounding of the smallest ones.
     assert distance(moved, moved_naively) < 1e-5
 
 
@@ -315,14 +269,14 @@ def test_a_step_without_any_signal_has_zero_gradients_and_adamw_acts_as_always(
 
 
 class OtherCut(Spy):
-    """Scores the window in micro-batches of one size and updates in those of another."""
+    """Computes the fixed log-probs in micro-batches of one size, and updates in micro-batches of another."""
 
-    def __init__(self, trainer: GRPOTrainer, *, scoring: int, updating: int) -> None:
+    def __init__(self, trainer: GRPOTrainer, *, fixed: int, updating: int) -> None:
         super().__init__(trainer)
-        self.scoring, self.updating = scoring, updating
+        self.fixed, self.updating = fixed, updating
 
     def add_fixed_logprobs(self, *arguments: Any, **keywords: Any) -> list[TrainingSample]:
-        self.update.micro_batch_size = self.scoring
+        self.update.micro_batch_size = self.fixed
         return self.update.add_fixed_logprobs(*arguments, **keywords)
 
     def __call__(self, model: torch.nn.Module, samples: list[TrainingSample], *, entropy_coef: float = 0.0) -> Any:
@@ -335,11 +289,10 @@ class OtherCut(Spy):
     [{"num_iterations": 2}, {"per_device_train_batch_size": 8, "steps_per_generation": 2}],
     ids=["num_iterations", "steps_per_generation"],
 )
-@pytest.mark.parametrize(("scoring", "updating"), [(16, 3), (1, 16), (4, 1)])
 def test_the_ratio_is_1_on_a_stored_window(
-    tmp_path: Path, window: dict[str, int], scoring: int, updating: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, window: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old log-probs are stored numbers here; exp(x - x.detach()) would be 1 whatever was scored."""
+    """Old log-probs are stored numbers here; exp(x - x.detach()) would be 1 whatever they were."""
     seen: list[LossInputs] = []
     loss_function = GRPOLoss.__call__
 
@@ -348,7 +301,7 @@ def test_the_ratio_is_1_on_a_stored_window(
         return loss_function(self, inputs, totals, **keywords)
 
     trainer = make_trainer(tmp_path, script=None, temperature=0.7, **window)
-    OtherCut(trainer, scoring=scoring, updating=updating)
+    OtherCut(trainer, fixed=16, updating=3)
     monkeypatch.setattr(GRPOLoss, "__call__", recording)
     trainer.train()
     compared = 0
@@ -361,37 +314,8 @@ def test_the_ratio_is_1_on_a_stored_window(
     assert compared > 20
 
 
-def test_the_ratio_leaves_1_after_an_update(tmp_path: Path) -> None:
-    first, second = run(tmp_path, **OFF_POLICY)
-    assert first.metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
-    assert abs(second.metrics["ratio/mean"] - 1.0) > 1e-4
-    assert first.metrics["clip_ratio/region_mean"] == 0.0
-
-
-@pytest.mark.parametrize("kind", ["full", "fresh lora", "trained lora"])
-def test_kl_is_0_before_the_first_update(tmp_path: Path, kind: str) -> None:
-    """With dropout in the model, and with an adapter that was trained before (TRL PR #3234, #3194)."""
-
-    def train(beta: float) -> list[Step]:
-        model: Any = tiny_model(attention_dropout=0.3)
-        torch.manual_seed(1)
-        config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.2, init_lora_weights=kind == "fresh lora")
-        if kind == "trained lora":
-            model = get_peft_model(model, config)
-        return run(
-            tmp_path / str(beta), model=model, beta=beta, max_steps=2, learning_rate=0.1,
-            peft_config=config if kind == "fresh lora" else None,
-        )  # fmt: skip
-
-    first, second = train(beta=0.5)
-    without, _ = train(beta=0.0)
-    assert first.metrics["kl"] == pytest.approx(0.0, abs=1e-9)
-    assert second.metrics["kl"] > 1e-7
-    assert distance(first.gradients, without.gradients) < 1e-5
-
-
 def test_kl_is_0_again_when_the_reference_has_become_the_policy(tmp_path: Path) -> None:
-    """With `ref_model_mixup_alpha=1` a sync, every two steps here, makes them equal."""
+    """With `ref_model_mixup_alpha=1`, each synchronisation, here every two steps, makes them equal."""
     steps = run(
         tmp_path, beta=0.5, sync_ref_model=True, ref_model_mixup_alpha=1.0, ref_model_sync_steps=2, max_steps=4,
         learning_rate=0.1,
@@ -399,37 +323,6 @@ def test_kl_is_0_again_when_the_reference_has_become_the_policy(tmp_path: Path) 
     kl = [step.metrics["kl"] for step in steps]
     assert kl[0] == pytest.approx(0.0, abs=1e-9) and kl[2] == pytest.approx(0.0, abs=1e-9)
     assert kl[1] > 1e-7 and kl[3] > 1e-7
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_a_positive_advantage_raises_and_a_negative_one_lowers_the_log_prob(tmp_path: Path, loss_type: str) -> None:
-    completions = [[10, 11, 12, 13], [20, 21, EOS]]
-    trainer = make_trainer(
-        tmp_path,
-        dataset=[{"prompt": "q"}],
-        script=lambda prompt, place: completions[place],
-        reward_funcs=lambda completions, **_: [1.0, 0.0],
-        num_generations=2,
-        per_device_train_batch_size=2,
-        loss_type=loss_type,
-        learning_rate=1e-2,
-    )
-    spy = Spy(trainer)
-
-    def logprobs(samples: list[TrainingSample]) -> list[float]:
-        batch = collate(samples, pad_token_id=2, device=torch.device("cpu"))
-        with torch.no_grad():
-            return LogprobModel(trainer.model).logprobs(trainer.model, batch).logprobs.sum(1).tolist()
-
-    before = copy.deepcopy(trainer.model.state_dict())
-    trainer.train()
-    samples = spy.steps[0].samples
-    assert [sample.advantage > 0 for sample in samples] == [True, False]
-    after = logprobs(samples)
-    trainer.model.load_state_dict(before)
-    start = logprobs(samples)
-    assert after[0] > start[0] + 1e-5
-    assert after[1] < start[1] - 1e-5
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
@@ -453,12 +346,12 @@ class History(TrainerCallback):
 
 
 class Poison(TrainerCallback):
-    """Multiplies one parameter's gradient by NaN in the given steps, counted from 1."""
+    """Multiplies one parameter's gradient by NaN or infinity in the given steps, counted from 1."""
 
-    def __init__(self, model: torch.nn.Module, steps: set[int]) -> None:
+    def __init__(self, model: torch.nn.Module, steps: set[int], value: float = math.nan) -> None:
         self.steps = steps
         self.now = False
-        model.model.layers[1].mlp.up_proj.weight.register_hook(lambda g: g * float("nan") if self.now else g)
+        model.model.layers[1].mlp.up_proj.weight.register_hook(lambda g: g * value if self.now else g)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.now = state.global_step + 1 in self.steps
@@ -467,13 +360,15 @@ class Poison(TrainerCallback):
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1}
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_non_finite_gradients_change_neither_weights_nor_optimizer(tmp_path: Path, max_grad_norm: float) -> None:
+@pytest.mark.parametrize(("max_grad_norm", "value"), [(0.0, math.nan), (1.0, math.inf)])
+def test_non_finite_gradients_change_neither_weights_nor_optimizer(
+    tmp_path: Path, max_grad_norm: float, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
     model, history = tiny_model(), History()
     trainer = make_trainer(
         tmp_path,
         model=model,
-        callbacks=[Poison(model, {3, 4}), history],
+        callbacks=[Poison(model, {3, 4}, value), history],
         max_steps=5,
         max_grad_norm=max_grad_norm,
         **ADAMW,
@@ -485,6 +380,7 @@ def test_non_finite_gradients_change_neither_weights_nor_optimizer(tmp_path: Pat
     for step in (2, 5):
         assert not torch.equal(history.weights[step - 1]["lm_head.weight"], history.weights[step - 2]["lm_head.weight"])
     assert [log["nonfinite_step_share"] for log in history.logs] == [0, 0, 1, 1, 0]
+    assert caplog.text.count("they are dropped") == 2
     assert all(torch.isfinite(tensor).all() for tensor in history.weights[-1].values())
 
 
@@ -500,12 +396,12 @@ def test_the_run_stops_after_max_nonfinite_steps_in_a_row(tmp_path: Path) -> Non
     )
     with pytest.raises(TrainingError, match=r"2 optimizer steps in a row .* \(max_nonfinite_steps=2\)"):
         trainer.train()
-    assert trainer.state.global_step == 4, "step 5 was not taken; steps 2 and 4 were no two in a row"
+    assert trainer.state.global_step == 4, "step 5 was not taken; steps 2 and 4 are not consecutive"
     assert_equal(weights(trainer.model), history.weights[2])
 
 
 def test_an_advantage_beyond_float32_stops_the_run(tmp_path: Path) -> None:
-    """1e200 is a finite reward, and with scale_rewards='none' a finite advantage in float64 alone."""
+    """1e200 is a finite reward, but with scale_rewards='none' its advantage is finite in float64 only."""
     trainer = make_trainer(
         tmp_path, reward_funcs=lambda completion_ids, **_: [1e200 * len(ids) for ids in completion_ids],
         scale_rewards="none", max_steps=9, **ADAMW,
@@ -531,7 +427,7 @@ def assert_equal(left: Any, right: Any) -> None:
 # ---- windows ---------------------------------------------------------------------------------------------------------
 
 # batch, accumulation, steps_per_generation, num_iterations -> completions of each optimizer step, numbered over all
-# prompts in order, two per prompt; eight prompts are an epoch.
+# prompts in order, two per prompt; an epoch has eight prompts.
 WINDOWS = {
     "one rollout a step": ((2, 2, None, 1), ["0-3", "4-7", "8-11", "12-15", "0-3"]),
     "one rollout, four steps": ((2, 1, 4, 1), ["0-1", "2-3", "4-5", "6-7", "8-9"]),
@@ -597,12 +493,12 @@ def test_ranks_share_out_every_step_and_keep_their_rows(
         assert {len(share) for share in shares} == {step // world_size}
         assert sorted(n for share in shares for n in share) == sorted(sequence[index * step : (index + 1) * step])
     owned = [{n for share in of_rank for n in share} for of_rank in dealt]
-    assert sum(map(len, owned)) == window, "a completion is sampled and scored by one rank alone"
+    assert sum(map(len, owned)) == window, "each completion is sampled and scored by one rank only"
 
 
 @pytest.mark.parametrize("scripted", [True, False])
 def test_evaluation_does_not_depend_on_how_many_completions_are_sampled_at_once(tmp_path: Path, scripted: bool) -> None:
-    """Chunks of 3 cut groups of 4 in two."""
+    """Chunks of 3 split groups of 4."""
 
     def completions(**settings: Any) -> tuple[list[list[int]], float]:
         seen: list[list[int]] = []
@@ -626,7 +522,7 @@ def test_evaluation_does_not_depend_on_how_many_completions_are_sampled_at_once(
 
 
 def test_epochs_are_permutations_and_the_rest_is_dropped(tmp_path: Path) -> None:
-    """7 prompts, 2 per step: 3 steps an epoch, one prompt left out, another order in the next epoch."""
+    """7 prompts, 2 per step: 3 steps per epoch, one prompt left out, another order in the next epoch."""
     drawn: list[str] = []
 
     def recording(prompts: list[str], **_: Any) -> list[float]:
@@ -652,7 +548,7 @@ def test_epochs_are_permutations_and_the_rest_is_dropped(tmp_path: Path) -> None
 def real_run(folder: Path, *, seed: int = 42, **settings: Any) -> GRPOTrainer:
     """The model itself samples; 8 prompts, 2 per step with G = 4."""
     defaults: dict[str, Any] = {
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6, "shuffle_dataset": True,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "shuffle_dataset": True,
         "lr_scheduler_type": "linear", "learning_rate": 2e-2, "weight_decay": 0.1, "optim": "adamw_torch",
     }  # fmt: skip
     trainer = make_trainer(
@@ -664,7 +560,7 @@ def real_run(folder: Path, *, seed: int = 42, **settings: Any) -> GRPOTrainer:
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without what the clock says."""
+    """Lines of metrics.jsonl without timings."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     clock = ("time/", "step_time", "tokens_per_second", "train_runtime", "train_samples_per", "train_steps_per")
     return [{name: value for name, value in line.items() if not name.startswith(clock)} for line in lines]

@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from families import family_model
 from grupo import GRPOConfig
 from grupo.models.peft_setup import add_adapter
-from grupo.models.quantization import quantization_config, quantized_layers
+from grupo.models.quantization import quantization_config
 from grupo.rollout.local.decoders import ForwardSignature, RowDecoder
 from grupo.rollout.local.inference_copy import inference_copy_bytes, make_inference_copy
 from grupo.trainer.memory_estimate import REMEDIES, MemoryEstimate, memory_estimate
+from grupo.utils.quantized_layers import quantized_layers
 from suite.measure import MIB
 from suite.models import load
 from suite.recipes import RECIPES

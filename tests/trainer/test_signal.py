@@ -393,7 +393,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"num_generations_trained": 8}, ("num_generations=8", "below 8")),
         (
             {"num_generations_trained": 4, "steps_per_generation": 4, "per_device_train_batch_size": 2},
-            ("step of 2 completions takes a part of a group", "multiple of 8"),
+            ("step of 2 completions contains a partial group", "multiple of 8"),
         ),
         ({"curriculum_column": "x", "shuffle_dataset": False}, ("no effect", "random order")),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import subprocess
@@ -20,10 +21,11 @@ import grupo
 from grupo import FastLanguageModel, GRPOConfig, GRPOTrainer, PatchFastRL, SamplingParams
 from grupo.errors import ConfigError, DataError, UnsupportedError
 from grupo.models.load_options import load_options
-from grupo.models.quantization import is_4bit, is_8bit, quantized_layers
+from grupo.models.quantization import quantization_config
 from grupo.sampling import sampling_overrides
 from grupo.unsloth import arguments
 from grupo.unsloth.model import METHODS
+from grupo.utils.quantized_layers import is_4bit, is_8bit, quantized_layers
 from tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("bitsandbytes")
@@ -261,11 +263,48 @@ def test_models_stay_copyable(folder):
 def test_modes(folder):
     model, tokenizer = adapted(folder)
     assert FastLanguageModel.for_inference(model) is model and not model.training
-    assert all(layer.training for layer in quantized_layers(model)), "bitsandbytes would rearrange their weights"
+    assert all(layer.training for layer in quantized_layers(model)), "bitsandbytes would pack their weights"
     FastLanguageModel.for_training(model, use_gradient_checkpointing=False)
     assert model.training and load_options(model).checkpointing is False
     with pytest.raises(ConfigError, match="not the tokenizer"):
         FastLanguageModel.for_inference(tokenizer)
+
+
+def loaded_elsewhere(folder):
+    """By transformers alone, so that nothing but the mode of its layers keeps bitsandbytes from packing them."""
+    config = quantization_config("nf4", torch.float32, asked="the test")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+
+@pytest.mark.usefixtures("processor")
+def test_generation_leaves_modes_and_weights_alone(folder, tmp_path):
+    """With texts and tensors, and with an adapter of the request, which peft loads in evaluation mode."""
+    model = FastLanguageModel.get_peft_model(loaded_elsewhere(folder), r=4, lora_dropout=0.5)
+    spoil(model)
+    model.save_lora(tmp_path / "adapter")
+    base, tokenizer = loaded_elsewhere(folder), tiny_tokenizer()
+    for name in ("fast_generate", "load_lora"):
+        setattr(base, name, functools.partial(METHODS[name], base))
+    inputs = tokenizer("abc", return_tensors="pt")
+    for one, training in ((model, True), (model, False), (base, True), (base, False)):
+        one.train(training)
+        before = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+        modes = [module.training for module in one.modules()]
+        for request in (None, one.load_lora(tmp_path / "adapter")):
+            one.fast_generate("abc", EIGHT, lora_request=request)
+            (first, second) = (
+                one.fast_generate(**inputs, lora_request=request, max_new_tokens=4, do_sample=False) for _ in range(2)
+            )
+            assert torch.equal(first, second), "without dropout"
+            assert [module.training for module in one.modules()] == modes
+        after = one.state_dict()
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.usefixtures("processor")
+def test_for_inference_takes_models_that_were_loaded_elsewhere(folder):
+    model = FastLanguageModel.for_inference(loaded_elsewhere(folder))
+    model.generate(input_ids=torch.arange(10, 20)[None], max_new_tokens=2)
 
 
 # ---- fast_generate ---------------------------------------------------------------------------------------------------
@@ -520,8 +559,8 @@ def test_offload_is_connected_on_an_accelerator(folder, monkeypatch):
     config = GRPOConfig("anywhere")
     monkeypatch.setattr(type(config), "device", torch.device("cuda"))
     asked = LoadOptions(checkpointing=True, offload=True)
-    assert step_arguments(config, asked).offload_activations and not config.offload_activations
-    assert not step_arguments(config, LoadOptions(checkpointing=True)).offload_activations
+    assert step_arguments(config, asked, 8).offload_activations and not config.offload_activations
+    assert not step_arguments(config, LoadOptions(checkpointing=True), 8).offload_activations
 
 
 def test_max_seq_length_holds_in_training(folder, tmp_path):

@@ -35,7 +35,9 @@ def hub_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[
     """Replaces what the Hub's client receives."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     hub._answers.cache_clear()
-    yield lambda answer: set_client_factory(lambda: httpx.Client(transport=httpx.MockTransport(answer)))
+    yield lambda answer: set_client_factory(
+        lambda: httpx.Client(transport=httpx.MockTransport(answer), follow_redirects=True)
+    )
     hub._answers.cache_clear()
     close_session()
     set_client_factory(default_client_factory)
@@ -62,7 +64,7 @@ def asked_once(requests: list[str]) -> bool:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([f"model={NAME}"], f"The model '{NAME}' is no folder here, the Hub cannot be reached"),
+        ([f"model={NAME}"], f"The model '{NAME}' is not a local folder, the Hub cannot be reached"),
         (
             ["task=null", f"dataset.path={NAME}", "rewards=[number_match]"],
             f"dataset.path='{NAME}' is not a local file or folder, and the Hub cannot be reached",

@@ -23,8 +23,10 @@ from grupo.export.source import ADAPTER_CONFIG, adapter_weights, find_source
 from grupo.models.inspect import base_model, model_name_or_path
 from grupo.models.load import load_policy, load_tokenizer
 from grupo.models.peft_io import find_adapter, missing_weights, resize_to_saved_vocab
+from grupo.models.quantization import check_unpacked
 from grupo.utils.files import read_json
 from grupo.utils.hub import is_unreachable
+from grupo.utils.quantized_layers import set_evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
     """A copy of a model that is in use, in float32; the model is not touched.
 
     Raises:
+        ConfigError: this is no model, or its 4-bit layers were packed by bitsandbytes.
         UnsupportedError: an adapter of another kind, or several at once.
     """
     if not hasattr(model, "config"):
@@ -105,6 +108,11 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
         tokenizer = _tokenizer_of(None, model, trust_remote_code=trust_remote_code)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedError("Weights of the model are on disk or nowhere (device_map). Pass its folder instead.")
+    check_unpacked(
+        model,
+        "Load the model again, or, where it has an adapter, save that by model.save_pretrained(folder) and pass the "
+        "folder.",
+    )
     dtype, was_quantised = _dtype_in_memory(base_model(model)), is_quantised(base_model(model))
     if not has_adapter:
         return Policy(_base_copy(model), tokenizer, dtype, was_quantised)
@@ -181,7 +189,9 @@ def _attach(model: Any, folder: Path) -> Any:
             f"The adapter {folder} lacks {len(missing)} of its weights, {min(missing)} for one: it is damaged, or "
             f"belongs to another base model than {model_name_or_path(model)!r}."
         )
-    return adapted.float().eval()
+    adapted = adapted.float()
+    set_evaluation_mode(adapted)
+    return adapted
 
 
 def _base_copy(model: Any) -> Any:
@@ -241,7 +251,8 @@ def _plain_float32(model: Any) -> Any:
             vars(model).pop(flag, None)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    return model.eval()
+    set_evaluation_mode(model)
+    return model
 
 
 def _dequantised(module: Any, parameter: Tensor) -> Tensor:

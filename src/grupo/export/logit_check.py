@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grupo.errors import ExportError
+from grupo.utils.quantized_layers import evaluation_mode
 
 TEXT = """\
 Problem: A baker fills 12 trays with 18 rolls each and sells 197 of them before noon. How many rolls are left?
@@ -55,14 +56,9 @@ def check_ids(tokenizer: Any, vocabulary_size: int) -> Tensor:
 @torch.no_grad()
 def logits_of(model: Any, ids: Tensor) -> Tensor:
     """Logits (T, V) in float32 on the CPU, without dropout; the model is left in the modes that it was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        device = model.get_input_embeddings().weight.device
+    device = model.get_input_embeddings().weight.device
+    with evaluation_mode(model):
         logits: Tensor = model(input_ids=ids.to(device), use_cache=False).logits[0].float().cpu()
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return logits
 
 

@@ -11,7 +11,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import Tensor, nn
 
-from grupo.models.quantization import is_4bit, is_8bit
+from grupo.utils.quantized_layers import is_4bit, is_8bit
 
 
 def is_plain_lora(module: nn.Module) -> bool:

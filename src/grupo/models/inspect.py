@@ -17,7 +17,7 @@ logger = logging.getLogger("grupo")
 
 
 def check_causal(model: Any) -> None:
-    """Only models that continue a text can be trained.
+    """Accepts only models that continue a text.
 
     Raises:
         UnsupportedError: an encoder-decoder model.
@@ -38,17 +38,17 @@ def check_causal(model: Any) -> None:
 
 
 def base_model(model: Any) -> Any:
-    """The model below the adapter, if there is one."""
+    """The model without its adapter, if it has one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def model_name_or_path(model: Any) -> str:
-    """Name or path that the model, or the base model of an adapter, was loaded from; empty if unknown."""
+    """Name or path from which the model, or the base model of its adapter, was loaded; empty if unknown."""
     return getattr(base_model(model).config, "_name_or_path", "") or ""
 
 
 def quantization(model: Any) -> dict[str, Any] | None:
-    """How the weights of the model, or of the base model of an adapter, are quantised; None where they are not."""
+    """Quantisation settings of the model, or of the base model of its adapter; None if it is not quantised."""
     config = getattr(base_model(model).config, "quantization_config", None)
     return config if config is None or isinstance(config, dict) else dict(config.to_dict())
 
@@ -86,17 +86,17 @@ def quantizable_layers(model: Any) -> Iterator[nn.Linear]:
 
 
 PROMPT_LEARNING = (
-    "Prompt and prefix tuning put virtual tokens before the prompt, which this version of grupo would score at the "
-    "wrong positions. Use LoRA or another adapter inside the layers."
+    "Prompt and prefix tuning put virtual tokens before the prompt, and this version of grupo would compute log-probs "
+    "at the wrong positions. Use LoRA or another adapter inside the layers."
 )
 
 
 def check_adapter_supported(peft_config: Any) -> None:
-    """Adapters must be a function of each layer's input alone: rows are packed, and the sampler decodes a copy.
+    """Accepts only adapters that depend on nothing but each layer's input: rows are packed, and a copy decodes.
 
     Raises:
-        UnsupportedError: it puts virtual tokens before the prompt, looks at the whole prompt, draws random numbers, or
-            needs calls from the training loop.
+        UnsupportedError: the adapter puts virtual tokens before the prompt, reads the whole prompt, draws random
+            numbers, or needs calls from the training loop.
     """
     if getattr(peft_config, "is_prompt_learning", False):
         raise UnsupportedError(PROMPT_LEARNING)
@@ -109,15 +109,15 @@ def check_adapter_supported(peft_config: Any) -> None:
 
 
 _UNSUPPORTED_KINDS = {
-    "alora_invocation_tokens": "acts only behind certain tokens of a prompt, which packed rows do not show to it",
-    "arrow_config": "mixes adapters by what each token is, which is not supported here",
-    "monteclora_config": "draws its weights anew in every forward, so the sampler would be another policy",
+    "alora_invocation_tokens": "acts only after certain tokens of a prompt, which it cannot see in packed rows",
+    "arrow_config": "mixes adapters token by token, which is not supported",
+    "monteclora_config": "draws new weights in every forward, so completions would come from another policy",
 }
 
 
 _UNSUPPORTED_TYPES = {
-    "ADALORA": "its ranks are dealt out by calls from the training loop, which are not made here",
-    "XLORA": "it mixes adapters by what the whole prompt is, which packed rows do not show to it",
+    "ADALORA": "its ranks are allocated by calls from the training loop, which grupo does not make",
+    "XLORA": "it mixes adapters by the whole prompt, which it cannot see in packed rows",
     "ADAPTION_PROMPT": "it puts virtual tokens before the prompt",
 }
 
@@ -129,8 +129,8 @@ def check_trainable(model: Any) -> tuple[int, int]:
     """(trainable, all) parameter counts.
 
     Raises:
-        ConfigError: nothing would be trained (TRL issue #6700), or quantised weights would.
-        UnsupportedError: it has an adapter of a kind that is not supported.
+        ConfigError: no parameter is trainable (TRL issue #6700), or quantised weights would be trained.
+        UnsupportedError: the model has an adapter of an unsupported kind.
     """
     for config in (getattr(model, "peft_config", None) or {}).values():
         check_adapter_supported(config)
@@ -150,7 +150,7 @@ def check_trainable(model: Any) -> tuple[int, int]:
 
 
 def describe_adapter(model: Any) -> dict[str, Any]:
-    """The configuration of the adapter in plain values, named as in `lora.r`, or that there is none."""
+    """Configuration of the adapter in plain values, with names such as `lora.r`; {"adapter": "none"} without one."""
     configs = getattr(model, "peft_config", None) or {}
     settings: dict[str, Any] = {"adapter": "none" if not configs else type(next(iter(configs.values()))).__name__}
     for config in configs.values():
@@ -167,7 +167,7 @@ _PROVENANCE_FIELDS = frozenset(
         *("init_lora_weights", "runtime_config", "peft_type"),
     }
 )
-"""Settings of an adapter that say where it came from, or how it began, and not what it computes."""
+"""Settings of an adapter that record its origin or its initialisation and do not affect what it computes."""
 
 
 def _plain(value: Any) -> Any:
@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 
 def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
-    """Every id that ends a completion: the tokenizer's EOS and all of the model's generation_config (TRL PR #7039)."""
+    """All ids that end a completion: the tokenizer's EOS and those of the generation_config (TRL PR #7039)."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     many = configured if isinstance(configured, Sequence) else [configured]
     ids = {int(token) for token in [tokenizer.eos_token_id, *many] if token is not None}
@@ -190,10 +190,10 @@ def stop_token_ids(tokenizer: Any, model: Any) -> tuple[int, ...]:
 
 
 def encode_stop_strings(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]:
-    """The token of each text that is to end a completion.
+    """The token id of each stop string.
 
     Raises:
-        ConfigError: a text is not one token.
+        ConfigError: a stop string is not a single token.
     """
     found = []
     vocabulary = tokenizer.get_vocab()
@@ -202,36 +202,36 @@ def encode_stop_strings(tokenizer: Any, texts: Sequence[str]) -> tuple[int, ...]
         if len(ids) != 1:
             raise ConfigError(
                 f"stop={text!r} is {len(ids)} tokens of this tokenizer, and the in-process engine ends completions at "
-                "single tokens. Choose a text that is one token, such as a special one, or leave it out: what follows "
-                "it in a completion can be cut off in the reward function."
+                "single tokens. Choose a string that is one token, such as a special token, or leave it out and let "
+                "the reward function cut off what follows it."
             )
         found.append(int(ids[0]))
     return tuple(found)
 
 
 def check_stop_token_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
-    """Ids that the model has no token for would never stop anything.
+    """Refuses stop tokens that the model cannot produce.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: an id is outside the vocabulary.
     """
     outside = [token for token in ids if vocabulary_size is not None and token >= vocabulary_size]
     if outside:
         raise ConfigError(
             f"stop_token_ids has {outside}, and the model's tokens are 0 to {vocabulary_size - 1}: no completion could "  # type: ignore[operator]
-            "end by them. Take the ids from tokenizer.convert_tokens_to_ids(...)."
+            "end with them. Take the ids from tokenizer.convert_tokens_to_ids(...)."
         )
 
 
 def context_length(model: Any) -> int | None:
-    """Longest sequence in tokens that the model was made for, where its config says so."""
+    """Longest sequence, in tokens, that the model was trained for; None if its configuration does not give it."""
     config = base_model(model).config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "max_position_embeddings", None)
 
 
 def vocabulary_size(model: Any) -> int | None:
-    """Number of tokens that the model has embeddings for, where it says so."""
-    # Not their num_embeddings, which layers of adapters do not have.
+    """Number of tokens that the model has embeddings for; None if unknown."""
+    # Not num_embeddings, which adapter layers do not have.
     weight = getattr(base_model(model).get_input_embeddings(), "weight", None)
     return None if weight is None else int(weight.shape[0])

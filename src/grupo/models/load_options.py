@@ -1,4 +1,4 @@
-"""What was asked of a model when it was loaded or got its adapter, where training has to know of it."""
+"""Options with which a model was loaded or given its adapter, stored on the model for the trainer and the engine."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ _ATTRIBUTE = "grupo_load_options"
 
 @dataclass
 class LoadOptions:
-    """Kept on the model; None where nobody has asked."""
-
     tokenizer: Any = None
     max_seq_length: int | None = None
-    """Tokens of prompt and completion together, at most."""
+    """Most tokens of prompt and completion together."""
     checkpointing: bool | None = None
-    """Layers are computed again in backward."""
+    """Activations are recomputed in backward; None: not specified."""
     offload: bool = False
-    """With checkpointing: the inputs of the layers wait in host memory until then."""
+    """With checkpointing: the inputs of the layers wait in host memory until backward."""
     full_finetuning: bool = False
-    """All weights, without an adapter."""
+    """All weights are trained, without an adapter."""
 
 
 def load_options(model: Any) -> LoadOptions:
-    """Of a model or of the one below its adapter."""
-    asked = getattr(model, _ATTRIBUTE, None)
-    return asked if isinstance(asked, LoadOptions) else LoadOptions()
+    """Options of the model, or of the one that its adapter is on; the defaults if none were set."""
+    options = getattr(model, _ATTRIBUTE, None)
+    return options if isinstance(options, LoadOptions) else LoadOptions()
 
 
-def set_load_options(model: Any, asked: LoadOptions) -> None:
-    setattr(model, _ATTRIBUTE, asked)
+def set_load_options(model: Any, options: LoadOptions) -> None:
+    setattr(model, _ATTRIBUTE, options)

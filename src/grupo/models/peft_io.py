@@ -1,4 +1,4 @@
-"""Adapters on disk: training goes on with a saved one, and what is saved loads with peft and transformers alone."""
+"""Adapters on disk: loading one to train it further, and saving one so that peft loads it without grupo."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ logger = logging.getLogger("grupo")
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter folder, here or on the Hub."""
+    """An adapter folder, local or on the Hub."""
 
     name: str
-    """As it was given: a path, or an id on the Hub."""
+    """Path or Hub id, as given."""
     folder: Path
-    """Where its files are on this machine; of one on the Hub only adapter_config.json is there for sure."""
+    """Local folder of its files; for an adapter on the Hub only adapter_config.json is certain to be there."""
     config: PeftConfig
     where: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of from_pretrained that find it: its revision, the cache, or that the Hub is not to be asked."""
+    """Keywords of from_pretrained that locate it: revision, cache, or that the Hub must not be contacted."""
 
     @property
     def base(self) -> str:
         """Path or name of the base model.
 
         Raises:
-            ConfigError: the adapter does not name it, or names a folder that is not here.
+            ConfigError: the adapter does not name it, or names a folder that does not exist.
         """
         base = self.config.base_model_name_or_path
         if not base:
             raise ConfigError(
-                f"The adapter {self.name!r} does not say what its base model is: base_model_name_or_path in its "
+                f"The adapter {self.name!r} does not name its base model: base_model_name_or_path in its "
                 "adapter_config.json is empty. Write the name or path of the base model there."
             )
-        beside = self.folder / base
-        if not Path(base).exists() and beside.is_dir():
-            return str(beside)
+        relative = self.folder / base
+        if not Path(base).exists() and relative.is_dir():
+            return str(relative)
         if not Path(base).exists() and (Path(base).is_absolute() or base.startswith(".")):
             raise ConfigError(
-                f"The base model of the adapter {self.name!r} is {base!r}, and there is no such folder here. Set "
-                f"base_model_name_or_path in {self.folder / 'adapter_config.json'} to where it is now."
+                f"The base model of the adapter {self.name!r} is {base!r}, and there is no such folder. Set "
+                f"base_model_name_or_path in {self.folder / 'adapter_config.json'} to its current location."
             )
         return str(base)
 
     @property
     def source(self) -> tuple[str, Mapping[str, Any]]:
-        """Name and keywords for from_pretrained. Without the Hub a folder: peft asks the Hub whatever it is told."""
+        """Name and keywords for from_pretrained. Offline it is a local folder, because peft contacts the Hub anyway."""
         return (str(self.folder), {}) if "local_files_only" in self.where else (self.name, self.where)
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Any:
-        """The tokenizer that was saved with the adapter; None where there is none, so that it is the base model's."""
+        """The tokenizer saved with the adapter; None if there is none and the base model's is to be used."""
         source, where = self.source
         if not has_file(source, TOKENIZER_CONFIG_FILE, **where):
             return None
@@ -78,13 +78,13 @@ class SavedAdapter:
 
 
 def find_adapter(name: str, model_init_kwargs: Mapping[str, Any] | None = None) -> SavedAdapter | None:
-    """The adapter of this name; None where there is none, so that the name is that of a whole model, or of nothing."""
+    """The adapter of this name; None if there is none: the name may be that of a whole model, or of nothing."""
     where = {key: value for key, value in (model_init_kwargs or {}).items() if key in HUB_KWARGS}
     if is_unreachable(name):
         where["local_files_only"] = True
     try:
         path = find_adapter_config_file(name, **where)
-    except (OSError, ValueError):  # whoever loads the model will say what is wrong with the name
+    except (OSError, ValueError):  # loading the model will report what is wrong with the name
         return None
     if path is None:
         return None
@@ -92,15 +92,15 @@ def find_adapter(name: str, model_init_kwargs: Mapping[str, Any] | None = None) 
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} is no configuration of an adapter that peft knows: {error}.") from error
+        raise ConfigError(f"{path} is not an adapter configuration that peft knows: {error}.") from error
     return SavedAdapter(name, folder, config, where)
 
 
 def load_named(
     name: str, adapter: SavedAdapter | None, model_init_kwargs: Mapping[str, Any], **how: Any
 ) -> tuple[Any, Any]:
-    """The model of a name, or the adapter that `find_adapter` has found by it on its base model; and the tokenizer
-    that was saved with the adapter, if any. `how` is `trust_remote_code` and `quantization_config`.
+    """The model of this name, or the adapter that `find_adapter` found, on its base model; and the tokenizer saved
+    with the adapter, if any. `how` is `trust_remote_code` and `quantization_config`.
     """
     if adapter is None:
         return load_policy(name, model_init_kwargs, **how), None
@@ -115,12 +115,12 @@ def load_with_adapter(
     trust_remote_code: bool = False,
     quantization_config: Any = None,
 ) -> PeftModel:
-    """The base model with the saved adapter on top, to be trained on.
+    """The base model with the saved adapter, to continue its training.
 
-    `revision` in `model_init_kwargs` is that of the adapter, whose configuration names that of the base model.
+    `revision` in `model_init_kwargs` is that of the adapter; the revision of the base model is in its configuration.
 
     Raises:
-        ConfigError: the base model or the weights of the adapter cannot be loaded, or do not fit each other.
+        ConfigError: the base model or the adapter's weights cannot be loaded, or do not match.
         UnsupportedError: the adapter puts virtual tokens before the prompt.
     """
     if adapter.config.is_prompt_learning:
@@ -136,8 +136,8 @@ def load_with_adapter(
         raise type(error)(f"{adapter.name!r} is an adapter, and its base model cannot be loaded. {error}") from error
     if (adapter.folder / BASE_QUANTIZATION).is_file() and quantization(base) is None:
         logger.warning(
-            "The adapter %s was trained on a quantised base model (%s in its folder), which is not quantised now: it "
-            "starts from a slightly different policy than the one that was saved.",
+            "The adapter %s was trained on a quantised base model (%s in its folder), and the base model is not "
+            "quantised now: training starts from a slightly different policy than the saved one.",
             adapter.name,
             BASE_QUANTIZATION,
         )
@@ -148,13 +148,13 @@ def load_with_adapter(
         model = PeftModel.from_pretrained(prepare_for_kbit_training(base), source, is_trainable=True, **where)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"The adapter {adapter.name!r} cannot be put on its base model {adapter.base!r}: "
+            f"The adapter {adapter.name!r} cannot be loaded onto its base model {adapter.base!r}: "
             f"{' '.join(str(error).split())[:400]}"
         ) from error
     _check_complete(model, adapter.name, saved)
     if is_zero_init(model):
         logger.warning(
-            "The adapter %s changes nothing: its B matrices are all zero, as before any training. The run starts from "
+            "The adapter %s has no effect: its B matrices are all zero, as before any training. The run starts from "
             "the base model.",
             adapter.name,
         )
@@ -162,11 +162,11 @@ def load_with_adapter(
 
 
 def missing_weights(model: PeftModel, saved: Collection[str]) -> tuple[list[str], int]:
-    """Weights of the adapter that are not among the saved ones, and how many it has in all.
+    """Weights of the adapter that were not saved, and the number of all its weights.
 
-    peft goes on with random numbers in the place of those that are not there.
+    peft would continue with random numbers in their place.
     """
-    # Old files have magnitudes of DoRA without the ending.
+    # Old files have DoRA magnitudes without the suffix.
     found = {key.removesuffix(".weight") for key in saved}
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
     return [key for key in wanted if key.removesuffix(".weight") not in found], len(wanted)
@@ -176,13 +176,13 @@ def _check_complete(model: PeftModel, name: str, saved: Collection[str]) -> None
     missing, wanted = missing_weights(model, saved)
     if missing:
         raise ConfigError(
-            f"The adapter {name!r} lacks {len(missing)} of the {wanted} weights that its configuration asks for, "
-            f"{missing[0]} among them. It was not saved whole, or its adapter_config.json is that of another adapter."
+            f"The adapter {name!r} lacks {len(missing)} of the {wanted} weights that its configuration requires, "
+            f"{missing[0]} among them. It was not saved completely, or its adapter_config.json belongs to another one."
         )
 
 
 def resize_to_saved_vocab(base: Any, saved: Mapping[str, torch.Tensor]) -> None:
-    """Gives the base model as many embeddings as were saved with the adapter, where tokens had been added."""
+    """Resizes the embeddings of the base model to those saved with the adapter, where tokens had been added."""
     embedding = base.get_input_embeddings()
     (name,) = [name for name, module in base.named_modules() if module is embedding]
     whole = {f"{name}.{part}weight" for part in ("", "base_layer.", "token_adapter.base_layer.")}
@@ -192,12 +192,12 @@ def resize_to_saved_vocab(base: Any, saved: Mapping[str, torch.Tensor]) -> None:
         if place in whole or on_embedding:
             rows = tensor.shape[1 if on_embedding else 0]
             if rows != embedding.weight.shape[0]:
-                base.resize_token_embeddings(rows, mean_resizing=False)  # their values are saved as well
+                base.resize_token_embeddings(rows, mean_resizing=False)  # their values are in the adapter
             return
 
 
 def is_zero_init(model: Any) -> bool:
-    """Whether a LoRA adapter computes exactly what its base model computes, as before any training."""
+    """Whether all B matrices of a LoRA adapter are zero, so that it computes exactly what its base model does."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     b_matrices = [p for name, p in trained if "lora_B" in name or "lora_embedding_B" in name]
     others = [name for name, _ in trained if "lora_" not in name or "magnitude" in name]
@@ -205,15 +205,15 @@ def is_zero_init(model: Any) -> bool:
 
 
 def base_unavailable_reason(model: Any) -> str | None:
-    """Why the base model cannot be had by switching the adapter off; None where it can."""
+    """Why disabling the adapter does not give the base model; None if it does."""
     configs: Iterable[Any] = (getattr(model, "peft_config", None) or {}).values()
     if not configs or not hasattr(model, "disable_adapter"):
-        return "there is no adapter to switch off"
+        return "there is no adapter to disable"
     for config in configs:
         if getattr(config, "bias", "none") != "none":
             return f"the adapter trains the biases of the base model itself (bias={config.bias!r})"
         if init_modifies_base(config):
-            return f"init_lora_weights={config.init_lora_weights!r} has taken a part of the base model into the adapter"
+            return f"init_lora_weights={config.init_lora_weights!r} has moved a part of the base model into the adapter"
     return None
 
 
@@ -221,20 +221,20 @@ BASE_MODIFYING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def init_modifies_base(config: Any) -> bool:
-    """Whether the adapter began by moving a part of the base model's weights into itself."""
-    start = getattr(config, "init_lora_weights", True)
-    return isinstance(start, str) and start.lower().startswith(BASE_MODIFYING_INITS)
+    """Whether the initialisation of the adapter moves a part of the base model's weights into it."""
+    init = getattr(config, "init_lora_weights", True)
+    return isinstance(init, str) and init.lower().startswith(BASE_MODIFYING_INITS)
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
 def save_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Configuration and weights of the adapter, so that peft finds the base model from anywhere on this machine.
+    """Saves configuration and weights of the adapter, so that peft finds the base model from anywhere on this machine.
 
-    A local base model is named by its absolute path, one of the Hub with the commit that was loaded. Embeddings are
-    saved too where tokens were added to those of the base model. How the base model was quantised, which PEFT does not
-    keep, is written beside them.
+    A local base model is named by its absolute path, one on the Hub with the commit that was loaded. Embeddings are
+    saved if tokens were added to those of the base model. The quantisation of the base model, which PEFT does not
+    record, is written to a file in the same folder.
     """
     for config in model.peft_config.values():
         _name_base(config, base_model(model))
@@ -245,7 +245,7 @@ def save_adapter(model: PeftModel, folder: str | Path) -> None:
         if quantised is not None:
             described.write_text(json.dumps(quantised, indent=2) + "\n", encoding="utf-8")
         else:
-            described.unlink(missing_ok=True)  # of an adapter that was in the folder before
+            described.unlink(missing_ok=True)  # left by an earlier adapter in this folder
 
 
 def _name_base(config: PeftConfig, base: Any) -> None:
@@ -258,24 +258,23 @@ def _name_base(config: PeftConfig, base: Any) -> None:
 
 
 def _cached_commit(name: str) -> str | None:
-    """The commit of a model of the Hub that is in the cache, which is the one that was loaded."""
+    """Commit of a Hub model in the local cache, which is the one that was loaded."""
     try:
         path = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no name of the Hub: a folder that was moved since the model was loaded
+    except HFValidationError:  # not a Hub name: a folder that was moved after the model was loaded
         return None
     return Path(path).parent.name if isinstance(path, str) else None
 
 
 def has_new_tokens(model: Any) -> bool:
-    """Whether the model has embeddings for another number of tokens than the base model on disk."""
+    """Whether the number of embeddings differs from that of the base model on disk."""
     rows, saved = _embedding_rows(model), _base_vocabulary(model)
     return saved is not None and rows != saved
 
 
 def check_vocab_consistency(model: Any, tokenizer: Any) -> None:
-    """New embeddings that nothing trains; and those that fit neither the base model nor the tokenizer, which load
-    nowhere without help: peft gives a base model as many as the tokenizer beside the adapter has tokens, where it has
-    fewer.
+    """Warns about new embeddings that are not trained, and about a number of embeddings with which the saved adapter
+    will not load: peft resizes a base model only up to the tokens of the tokenizer saved with the adapter.
     """
     if not isinstance(model, PeftModel):
         return
@@ -283,15 +282,15 @@ def check_vocab_consistency(model: Any, tokenizer: Any) -> None:
     embeddings = base_model(model).get_input_embeddings()
     if saved is not None and rows > saved and not any(p.requires_grad for p in embeddings.parameters()):
         logger.warning(
-            "The embeddings of %d tokens are new, and nothing trains them: they are saved as they are now. To train "
-            "them, name their ids in trainable_token_indices of the LoraConfig, or use added_tokens of GRPOConfig.",
+            "The embeddings of %d tokens are new and not trained: they are saved as they are now. To train them, list "
+            "their ids in trainable_token_indices of the LoraConfig, or use added_tokens of GRPOConfig.",
             rows - saved,
         )
     if saved is not None and rows not in (saved, max(saved, len(tokenizer))):
         logger.warning(
-            "The model has embeddings for %d tokens, its base model on disk for %d, and the tokenizer %d tokens: the "
-            "saved adapter will load only on a base model with resize_token_embeddings(%d). Resize embeddings only "
-            "where the tokenizer has more tokens than they have rows, and then to len(tokenizer), without a multiple.",
+            "The model has embeddings for %d tokens, its base model on disk for %d, and the tokenizer has %d tokens: "
+            "the saved adapter will load only onto a base model with resize_token_embeddings(%d). Resize embeddings "
+            "only if the tokenizer has more tokens, and then to exactly len(tokenizer), not to a multiple.",
             rows,
             saved,
             len(tokenizer),
@@ -304,7 +303,7 @@ def _embedding_rows(model: Any) -> int:
 
 
 def _base_vocabulary(model: Any) -> int | None:
-    """Tokens that the base model has embeddings for where it was loaded from; None where that is not known."""
+    """Number of tokens that the base model on disk has embeddings for; None if unknown."""
     name = getattr(base_model(model).config, "_name_or_path", "")
     if not name:
         return None
@@ -316,12 +315,12 @@ def _base_vocabulary(model: Any) -> int | None:
     return getattr(config.get_text_config(), "vocab_size", None)
 
 
-# ---- training that changes nothing -----------------------------------------------------------------------------------
+# ---- detecting training without effect -------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def parameter_checksums(model: Any) -> dict[str, tuple[float, float]]:
-    """Sum and sum of squares of each trainable parameter: other numbers after any real update."""
+    """Sum and sum of squares of each trainable parameter; any real update changes them."""
     return {
         name: (float(parameter.double().sum()), float(parameter.double().square().sum()))
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Linear layers of bitsandbytes: which they are, what they multiply with, and in which arithmetic.
+"""Linear layers of bitsandbytes: what they multiply with, and in which arithmetic.
 
 bitsandbytes is an extra; it is imported only where one of its layers is made or read. NF4 with double quantisation is
 that of QLoRA (arXiv:2305.14314), int8 that of LLM.int8() (arXiv:2208.07339).
@@ -7,7 +7,6 @@ that of QLoRA (arXiv:2305.14314), int8 that of LLM.int8() (arXiv:2208.07339).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_bitsandbytes_available
 
 from grupo.errors import ConfigError, UnsupportedError
+from grupo.utils.quantized_layers import is_4bit, is_8bit, quantized_layers
 
 QUANTIZATIONS = ("nf4", "int8")
 
@@ -45,35 +45,6 @@ def quantization_config(name: str, compute_dtype: torch.dtype, *, asked: str) ->
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
     )
-
-
-def is_4bit(module: nn.Module) -> bool:
-    return _is_of_bitsandbytes(module, "Linear4bit")
-
-
-def is_8bit(module: nn.Module) -> bool:
-    return _is_of_bitsandbytes(module, "Linear8bitLt")
-
-
-def _is_of_bitsandbytes(module: nn.Module, name: str) -> bool:
-    """By name, so that the package need not be imported to say no."""
-    return any(cls.__name__ == name and cls.__module__.startswith("bitsandbytes.") for cls in type(module).__mro__)
-
-
-def quantized_layers(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if is_4bit(module) or is_8bit(module):
-            yield module
-
-
-def spare_evaluation_mode(model: nn.Module) -> None:
-    """Sets quantised layers to training mode, while the rest of the model may be in evaluation mode.
-
-    In evaluation mode bitsandbytes computes something else on CPUs than what is trained on: it quantises the inputs of
-    8-bit layers too, and rearranges the weights of 4-bit ones for good, so that no gradient passes them again.
-    """
-    for layer in quantized_layers(model):
-        layer.training = True
 
 
 def multiplies_dense_weight(layer: Any) -> bool:
@@ -138,6 +109,26 @@ def is_packed_for_cpu(layer: Any) -> bool:
     return bool(getattr(layer.weight.quant_state, "packing_format_for_cpu", False))
 
 
+def check_unpacked(model: nn.Module, instead: str) -> None:
+    """Refuses a model with 4-bit layers that bitsandbytes has packed.
+
+    The scales that the weights were quantised with are lost: packed ones are rounded to bfloat16.
+
+    Args:
+        instead: what to do about it, a sentence of the message.
+
+    Raises:
+        ConfigError: a layer is packed.
+    """
+    # bitsandbytes 0.50, Linear4bit.forward
+    if any(is_packed_for_cpu(layer) for layer in quantized_layers(model) if is_4bit(layer)):
+        raise ConfigError(
+            "The 4-bit layers of the model were run in evaluation mode on this CPU, for which bitsandbytes packs their "
+            "weights into another format: their scales are rounded, and no gradient passes through them any more. "
+            f"{instead}"
+        )
+
+
 def check_quantized(model: Any) -> None:
     """Quantised models that cannot be trained, or would get wrong gradients without a word.
 
@@ -161,11 +152,8 @@ def check_quantized(model: Any) -> None:
             "DoRA on 8-bit layers fails on the CPU, within peft, at the second forward. Use 4 bits (nf4), or LoRA "
             "without use_dora."
         )
-    # bitsandbytes 0.50, Linear4bit.forward: in evaluation mode, on CPUs with AVX512-BF16, and for good.
-    if any(is_packed_for_cpu(layer) for layer in layers if is_4bit(layer)):
-        raise ConfigError(
-            "The 4-bit layers of the model were run in evaluation mode on this CPU, for which bitsandbytes rearranges "
-            "their weights: no gradient passes through them any more. Load the model again, and do not call "
-            "model.eval() before training; model.fast_generate and FastLanguageModel.for_inference leave the layers as "
-            "they are."
-        )
+    check_unpacked(
+        model,
+        "Load the model again, and do not call model.eval() before training; model.fast_generate and "
+        "FastLanguageModel.for_inference leave the layers as they are.",
+    )

@@ -120,7 +120,7 @@ class GRPOTrainer(HFTrainer):
         self.plan, self.train_rows, self.rewards = self.data.plan, self.data.train_rows, inputs.rewards
         super().__init__(
             config=config,
-            args=step_arguments(config, self.policy.load_options),
+            args=step_arguments(config, self.policy.load_options, self.plan.completions_per_step),
             model=self.policy.model,
             train_dataset=inputs.train_dataset,
             eval_dataset=inputs.eval_dataset,

@@ -5,8 +5,8 @@
 | `train` | opens the run folder, resumes exactly, and stops on SIGTERM and Ctrl-C after a checkpoint | 5.24 |
 | `training_step` | one item of the data loader is one optimizer step | 5.24 |
 | `get_train_dataloader` | yields one empty item per optimizer step; prompts come from the rollout window | 5.24 |
-| `get_total_train_batch_size` | counts completions; the base class would multiply the accumulation of 1 | 5.24 |
 | `evaluate`, `predict` | evaluation samples completions; it has no logits and no loss | 5.24 |
+| `prediction_step` | quantised layers compute something else in the evaluation mode of the base class | 5.24 |
 | `log` | adds our metrics, and writes `metrics.jsonl` | 5.24 |
 | `save_model` | saved adapters load elsewhere; the Hub's token is not pickled with the arguments | 5.24 |
 | `push_to_hub` | retries, uploads nothing private, and cannot end a run | 5.24 |
@@ -44,6 +44,7 @@ from grupo.runs.stop_signals import StopSignals
 from grupo.trainer.checkpointing import Checkpointer, CheckpointScheduler, RestoreAtTrainBegin
 from grupo.trainer.hub import HubUploader
 from grupo.trainer.step_arguments import StepArguments
+from grupo.utils.quantized_layers import evaluation_mode, keep_unpacked
 
 
 class AdapterTrainer(Trainer):
@@ -56,6 +57,11 @@ class AdapterTrainer(Trainer):
         super().__init__(*args, **keywords)
         align_special_tokens(self.model, self.processing_class)  # as the base class does when training begins
         repair_generation_config(self.model)
+        keep_unpacked(self.model)
+
+    def prediction_step(self, model: nn.Module, *args: Any, **keywords: Any) -> Any:
+        with evaluation_mode(model):
+            return super().prediction_step(model, *args, **keywords)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the adapter of a PEFT model, and otherwise what the base class saves; with `push_to_hub` an upload
@@ -220,10 +226,6 @@ class HFTrainer(AdapterTrainer):
         """One empty item per optimizer step of an epoch, the same on every rank; its length counts completions."""
         size = self.completions_per_step()
         return DataLoader(range(self.steps_per_epoch() * size), batch_size=size, collate_fn=_empty_item)  # type: ignore[arg-type]
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Completions per optimizer step."""
-        return self.completions_per_step()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps:

@@ -16,9 +16,10 @@ class StepArguments(GRPOConfig):
 
     # Without a default, and the class is not a dataclass of its own: this is not a field.
     values_of_the_user: dict[str, Any]
+    completions_per_process: int
 
     @classmethod
-    def of(cls, config: GRPOConfig) -> StepArguments:
+    def of(cls, config: GRPOConfig, completions_per_step: int) -> StepArguments:
         """A copy for which accumulation is 1 and checkpoints are kept: grupo accumulates, and rotates them itself.
 
         `dataclasses.replace` would run `__post_init__` again and reset accelerate.
@@ -27,8 +28,14 @@ class StepArguments(GRPOConfig):
         changes = {"gradient_accumulation_steps": 1, "save_total_limit": None}
         args.values_of_the_user = {name: getattr(config, name) for name in changes}
         args.__dict__.update({**vars(config), **changes})
+        args.completions_per_process = completions_per_step // config.world_size
         args.enable_jit_checkpoint = False  # every SIGTERM saves a checkpoint
         return args
+
+    @property
+    def train_batch_size(self) -> int:
+        """Completions of this process per optimizer step; the base class counts samples per second from it."""
+        return self.completions_per_process
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), **self.values_of_the_user}
@@ -36,15 +43,15 @@ class StepArguments(GRPOConfig):
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickles as the user's GRPOConfig: that is what `training_args.bin` holds."""
         config = GRPOConfig.__new__(GRPOConfig)
-        state = {name: value for name, value in vars(self).items() if name != "values_of_the_user"}
+        state = {name: value for name, value in vars(self).items() if name not in StepArguments.__annotations__}
         config.__dict__.update({**state, **self.values_of_the_user})
         return config.__reduce_ex__(1)  # the form that names the class apart from the object
 
 
-def step_arguments(config: GRPOConfig, options: LoadOptions) -> StepArguments:
+def step_arguments(config: GRPOConfig, options: LoadOptions, completions_per_step: int) -> StepArguments:
     """The arguments of the base class, with checkpointing as the model was loaded for it where `config` leaves it
     open."""
-    args = StepArguments.of(config)
+    args = StepArguments.of(config, completions_per_step)
     if options.checkpointing is None:
         return args
     names = {f"{kind}_checkpointing{end}" for kind in ("gradient", "activation") for end in ("", "_kwargs")}

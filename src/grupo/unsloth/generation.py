@@ -22,6 +22,7 @@ from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingOverrides, SamplingParams, SamplingSpec, sampling_overrides
 from grupo.types import Completion, Prompt
+from grupo.utils.quantized_layers import modes_restored
 
 
 @dataclass(frozen=True)
@@ -233,21 +234,28 @@ def _with_adapter(model: Any, request: Any) -> Iterator[Any]:
     if path is None:
         raise ConfigError(f"lora_request is {type(request).__name__}; pass what model.load_lora(folder) returns.")
     _check_adapter_folder(path)
-    # peft freezes what is not active, and thaws what is.
+    # peft freezes what is not active, and thaws what is; and it calls model.eval().
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        if isinstance(model, PeftModel):
-            yield from _temporary_adapter(model, os.fspath(path))
-        else:
-            with rollback_on_error(model), _adapter_errors(path):
-                wrapped = PeftModel.from_pretrained(model, os.fspath(path))
-            try:
-                yield wrapped
-            finally:
-                wrapped.unload()
+        with modes_restored(model):
+            if isinstance(model, PeftModel):
+                yield from _temporary_adapter(model, os.fspath(path))
+            else:
+                yield from _on_base(model, os.fspath(path))
     finally:
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
+
+
+def _on_base(model: Any, path: str) -> Iterator[Any]:
+    from peft import PeftModel
+
+    with rollback_on_error(model), _adapter_errors(path):
+        wrapped = PeftModel.from_pretrained(model, path)
+    try:
+        yield wrapped
+    finally:
+        wrapped.unload()
 
 
 def _temporary_adapter(model: Any, path: str) -> Iterator[Any]:

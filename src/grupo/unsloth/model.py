@@ -21,10 +21,11 @@ from grupo.models.load import device_dtype, load_tokenizer, parse_dtype, support
 from grupo.models.load_options import LoadOptions, load_options, set_load_options
 from grupo.models.peft_io import find_adapter, load_named
 from grupo.models.peft_setup import add_adapter, lora_config
-from grupo.models.quantization import quantization_config, spare_evaluation_mode
+from grupo.models.quantization import quantization_config
 from grupo.runs.latest import resolve_latest
 from grupo.unsloth import arguments, generation, saving
 from grupo.utils.messages import pluralize
+from grupo.utils.quantized_layers import set_evaluation_mode
 
 logger = logging.getLogger("grupo")
 
@@ -126,7 +127,6 @@ class FastLanguageModel:
         _check_length(max_seq_length, context_length(model))
         if quantization is None and torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())
-        spare_evaluation_mode(model)
         checkpointing, offload = _checkpointing(use_gradient_checkpointing)
         options = LoadOptions(tokenizer, max_seq_length, checkpointing, offload, full_finetuning)
         set_load_options(model, options)
@@ -218,8 +218,7 @@ class FastLanguageModel:
     def for_inference(model: Any) -> Any:
         """Dropout and checkpointing off, for `model.generate`. `model.fast_generate` does not need it."""
         _check_is_model(model, "for_inference")
-        model.eval()
-        spare_evaluation_mode(model)
+        set_evaluation_mode(model)
         return model
 
     @staticmethod

@@ -60,6 +60,8 @@ class RewardModel:
         Raises:
             ConfigError: the model or its tokenizer cannot be loaded, or there is no padding token.
         """
+        from grupo.utils.quantized_layers import set_evaluation_mode
+
         if isinstance(self.model, str):
             self.model = _load(self.model, trust_remote_code=self.trust_remote_code)
         config = self.model.config.get_text_config()
@@ -78,7 +80,7 @@ class RewardModel:
             self._pad_token_id = config.pad_token_id = pad
         if self.max_length is None:
             self.max_length = getattr(config, "max_position_embeddings", None)
-        self.model.eval()
+        set_evaluation_mode(self.model)
         is_placed = (getattr(self.model, name, None) for name in ("hf_device_map", "is_quantized"))
         if device is not None and not any(is_placed):
             self.model.to(device)

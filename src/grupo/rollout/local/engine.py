@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from grupo.errors import TrainingError
 from grupo.models.memory import free_bytes
-from grupo.models.quantization import dense_bytes, spare_evaluation_mode
+from grupo.models.quantization import dense_bytes
 from grupo.rollout.engine import GenerationRequest
 from grupo.rollout.local.decoders import (
     Decoder,
@@ -31,6 +31,7 @@ from grupo.rollout.local.token_sampling import sample_tokens
 from grupo.sampling import SamplingSpec
 from grupo.types import Completion, FinishReason
 from grupo.utils.malloc import trim_host_memory
+from grupo.utils.quantized_layers import evaluation_mode
 
 logger = logging.getLogger("grupo")
 
@@ -110,7 +111,8 @@ class LocalEngine:
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingSpec) -> list[list[Completion]]:
         finished: dict[tuple[int, int], Completion] = {}
         if any(request.seeds for request in requests):
-            with torch.no_grad(), _evaluation_mode(self.model), self.autocast():
+            # Without dropout, and without gradient checkpointing, which would drop the cache.
+            with torch.no_grad(), evaluation_mode(self.model), self.autocast():
                 model = self._decoding_model()
                 decoder = self._decoder(model, requests)
                 # Faster still, but tensors that are made in it can never take part in training: only for the copy.
@@ -266,16 +268,3 @@ def _uniforms(seed: int, sampling: SamplingSpec) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     numbers: list[float] = torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator).tolist()
     return numbers
-
-
-@contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """`eval()` for the rollout: dropout off, and gradient checkpointing, which would drop the cache, off too."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    spare_evaluation_mode(model)
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training

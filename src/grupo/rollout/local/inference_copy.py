@@ -21,8 +21,9 @@ from torch.nn import functional
 
 from grupo.models.inplace_lora import has_hooks, is_plain_lora
 from grupo.models.inspect import base_model, quantizable_layers
-from grupo.models.quantization import dense_dtype, dense_weight, is_4bit, is_8bit, multiplies_dense_weight
+from grupo.models.quantization import dense_dtype, dense_weight, multiplies_dense_weight
 from grupo.rollout.local.fused_layer import DecodingLayer, Rotation, is_fusible
+from grupo.utils.quantized_layers import is_4bit, is_8bit
 
 PACKED_TOLERANCE = 1e-5
 """Relative to the largest magnitude: products may be summed up in another order, and no more."""
