@@ -262,17 +262,17 @@ def test_warnings_about_rollouts_without_signal_appear_once(tmp_path, caplog):
     """A flat reward looks like slow learning for hours (TRL #5697, #3452)."""
     settings = {"max_steps": 8, "reward_timeout": None}
     train(make_trainer(tmp_path / "dead", given([0.0] * 8), script=SCRIPT, **settings))
-    assert caplog.text.count("In 5 rollouts running the completions of each prompt all had the same reward") == 1
-    assert "cut off" not in caplog.text
+    assert caplog.text.count("In 5 consecutive rollouts the completions of each prompt all had the same reward") == 1
+    assert "truncated" not in caplog.text
     caplog.clear()
     model = never_stopping(tiny_model())
     train(make_trainer(tmp_path / "cut", given([0.0, 1.0] * 4), model=model, **settings))
-    assert caplog.text.count("more than 90% of the completions were cut off at max_completion_length=8") == 1
+    assert caplog.text.count("more than 90% of the completions were truncated at max_completion_length=8") == 1
     assert "the same reward" not in caplog.text
     caplog.clear()
     scores = iter([[0.0] * 8] * 4 + [[0.0, 1.0] * 4] + [[0.0] * 8] * 3)
     train(make_trainer(tmp_path / "live", lambda completions, **columns: next(scores), script=SCRIPT, **settings))
-    assert "rollouts running" not in caplog.text
+    assert "consecutive rollouts" not in caplog.text
 
 
 @pytest.mark.parametrize(
