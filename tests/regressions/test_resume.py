@@ -2,7 +2,8 @@
 
 modelscope/ms-swift PR #9935 (seeds reset after the checkpoint had restored them), NVIDIA-NeMo/RL PR #3599 (prompts
 skipped across save and restore), unsloth-zoo PR #832 (sampling state not restored), transformers #17032 (random state
-not loaded after a save at the end of an epoch). In the middle of a rollout window the window is restored, not sampled again.
+not loaded after a save at the end of an epoch). In the middle of a rollout window the window is restored, not sampled
+again.
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ from harness import logs_of, make_trainer
 
 ROWS = [{"prompt": letter * count, "number": count} for count, letter in enumerate("abcdefgh", start=1)]
 # 2 prompts per step, 4 steps per epoch. Step of the checkpoint, and settings.
-CASES = {
-    "in the middle of a rollout window": (3, {"num_iterations": 2}),
-    "at the end of an epoch": (4, {}),
-}
+CASES = {"in the middle of a rollout window": (3, {"num_iterations": 2}), "at the end of an epoch": (4, {})}
 
 
 def train(folder: Path, name: str) -> None:
