@@ -28,6 +28,7 @@ def test_only_imports_model_and_data_are_changed():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_script_runs(tmp_path):
     tiny_model(hidden_size=64, intermediate_size=128, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
