@@ -68,11 +68,7 @@ def test_two_draws_of_one_row_are_two_groups(tmp_path):
     """The same text twice in one rollout is two prompts with two baselines."""
     rewards = [0.0, 1.0, 0.0, 1.0, 10.0, 10.0, 10.0, 14.0]
     trainer = make_trainer(
-        tmp_path,
-        given(rewards),
-        [{"prompt": "p"}, {"prompt": "p"}],
-        script=SCRIPT,
-        scale_rewards="none",
+        tmp_path, given(rewards), [{"prompt": "p"}, {"prompt": "p"}], script=SCRIPT, scale_rewards="none"
     )
     train(trainer)
     assert advantages_of(trainer).tolist() == [-0.5, 0.5, -0.5, 0.5, -1, -1, -1, 3]

@@ -29,11 +29,7 @@ from tiny import tiny_model
 
 STEPS, PER_LOG, PASSES = 6, 3, 2  # rollouts before steps 1, 3 and 5: the logs hold two of them and one
 ROWS = [{"prompt": prompt} for prompt in ("ab", "a longer prompt", "c", "defgh", "ij", "klm")]
-SCORES = [
-    [0, 1, 3, None, 2, 2, 2, 2],
-    [1, 0, 0, 5, None, None, 4, 1],
-    [2, None, 7, 1, 1, 0, None, 3],
-]
+SCORES = [[0, 1, 3, None, 2, 2, 2, 2], [1, 0, 0, 5, None, None, 4, 1], [2, None, 7, 1, 1, 0, None, 3]]
 OFFSET = 0.01
 
 

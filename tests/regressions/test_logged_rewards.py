@@ -65,8 +65,7 @@ def test_the_total_does_not_depend_on_how_advantages_are_made(tmp_path, settings
 
 
 @pytest.mark.parametrize(
-    "weights, total",
-    [([1.0, -1.0], -8.0), (None, 12.0), (np.array([0.5, 0.1]), 2.0), (torch.tensor([0.5, 0.5]), 6.0)],
+    "weights, total", [([1.0, -1.0], -8.0), (None, 12.0), (np.array([0.5, 0.1]), 2.0), (torch.tensor([0.5, 0.5]), 6.0)]
 )
 def test_weights_of_any_sign(tmp_path, weights, total):
     trainer = make_trainer(tmp_path, [two, ten], script=SCRIPT, reward_weights=weights)
