@@ -628,6 +628,7 @@ def test_sampling_params_become_fields(lines: list[str]) -> None:
     assert line.startswith("vllm_sampling_params sets min_p=0.1, stop=['</s>'].") and "seed" in line
     copied = dataclasses.replace(config)
     assert (copied.min_p, copied.stop_strings) == (0.1, ("</s>",))
+    assert GRPOConfig(vllm_sampling_params={"top_k": -1}).top_k == 0, "vLLM's -1 keeps all tokens, as 0 does here"
 
 
 def test_max_seq_length_is_prompt_and_completion(lines: list[str]) -> None:

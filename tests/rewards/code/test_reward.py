@@ -79,31 +79,20 @@ def test_forms_of_tests():
     assert read_tests(json.dumps(cell)) == read_tests(cell)
 
 
-@pytest.mark.parametrize(
-    ("cell", "why"),
-    [
-        (None, "NoneType instead of a list"),
-        ([], "an empty list"),
-        ("", "not JSON"),
-        ("[1", "not JSON"),
-        ({"input": ""}, "a dict instead of a list"),
-        ([3], "a int is not a test"),
-        ([{}], "keys none"),
-        ([{"input": "1"}], "keys input"),
-        ([{"input": 1, "output": "1"}], "must be strings"),
+def test_unusable_tests_say_why():
+    for cell, why in [
+        *((None, "NoneType instead of a list"), ([], "an empty list"), ("", "not JSON"), ("[1", "not JSON")),
+        *(({"input": ""}, "a dict instead of a list"), ([3], "a int is not a test"), ([{}], "keys none")),
+        *(([{"input": "1"}], "keys input"), ([{"input": 1, "output": "1"}], "must be strings")),
         ([{"function": "f"}], "keys function"),
         ([{"function": "f", "expected": 1, "arguments": [1]}], "keys arguments"),
         ([{"function": "f", "args": 3, "expected": 1}], "'args' must be a list"),
         ([{"function": "f(", "args": [], "expected": 1}], "'function' is not Python"),
         ([{"function": "f", "args": [object()], "expected": 1}], "plain values"),
-        (["f(1) == 2"], "no assert"),
-        (["assert f(1 =="], "not Python"),
-        ([{"script": "assert ("}], "not Python"),
-    ],
-)
-def test_unusable_tests_say_why(cell, why):
-    with pytest.raises(ValueError, match=why):
-        read_tests(cell)
+        *((["f(1) == 2"], "no assert"), (["assert f(1 =="], "not Python"), ([{"script": "assert ("}], "not Python")),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            read_tests(cell)
 
 
 @pytest.mark.parametrize(

@@ -314,13 +314,8 @@ def test_every_keyword_arrives_as_one_list_per_completion() -> None:
     columns = {"gold": [1, 2], "level": ["a", "b"], "meta": [{"id": 1}, {"id": 2}]}
     run(capture, count=2, columns=columns, trainer_state="state", prompt_texts=["<p0>", "<p1>"])
     assert callable(seen.pop("log_extra")) and callable(seen.pop("log_metric"))
-    assert seen == {
-        "prompts": ["p0", "p1"],
-        "completions": ["c0", "c1"],
-        "completion_ids": [[0], [1]],
-        "trainer_state": "state",
-        **columns,
-    }
+    lists = {"prompts": ["p0", "p1"], "completions": ["c0", "c1"], "completion_ids": [[0], [1]]}
+    assert seen == {**lists, "trainer_state": "state", **columns}
 
 
 def test_functions_without_double_star_get_what_they_name() -> None:
@@ -338,8 +333,11 @@ def test_functions_without_double_star_get_what_they_name() -> None:
     assert table.scores == [(3.0, 0.0, 1.0), (4.0, 0.0, 2.0)]
 
 
-def test_a_missing_column_names_function_parameter_and_columns() -> None:
+def test_columns_that_are_missing_reserved_or_positional_are_reported() -> None:
     def picks(completions: list[str], gold: list[int], **columns: Any) -> list[float]:
+        return [0.0]
+
+    def positional(completions: list[str], /, **columns: Any) -> list[float]:
         return [0.0]
 
     rewards = RewardRunner([returning([0.0]), picks])
@@ -348,20 +346,11 @@ def test_a_missing_column_names_function_parameter_and_columns() -> None:
         rewards.check_columns(["level", "answer"])
     with pytest.raises(RewardError, match="'picks' requires 'gold'"):
         run(picks, count=1)
-
-
-def test_reserved_column_names_are_reported() -> None:
     check_column_names(["gold", "answer"])
     with pytest.raises(DataError, match="'completions', 'log_metric'"):
         check_column_names(["log_metric", "completions", "gold"])
     with pytest.raises(DataError, match="'prompts'"):
-        RewardRunner(returning([])).check_columns(["prompts"])
-
-
-def test_positional_only_parameters_are_refused_at_once() -> None:
-    def positional(completions: list[str], /, **columns: Any) -> list[float]:
-        return [0.0]
-
+        rewards.check_columns(["prompts"])
     with pytest.raises(RewardError, match="'positional' takes 'completions' by position only"):
         RewardRunner(positional)
 
@@ -388,12 +377,6 @@ def test_functions_share_no_mutable_state_with_each_other_or_the_caller() -> Non
     assert seen == [before, before]
     assert (str(messages), str(completions), str(ids), str(columns["meta"])) == before
     assert functions == [spoils, spoils]
-
-
-def test_the_same_list_returned_twice_is_two_columns() -> None:
-    shared = [1.0, 0.0]
-    assert run([returning(shared), returning(shared)], count=2).scores == [(1.0, 1.0), (0.0, 0.0)]
-    assert shared == [1.0, 0.0]
 
 
 # Kinds of functions: TRL PR 6313
@@ -668,19 +651,14 @@ def test_unusable_logging_is_an_error_at_once(call: Any, message: str) -> None:
 # What is no reward function
 
 
-@pytest.mark.parametrize(
-    ("functions", "message"),
-    [
-        ([], "empty"),
-        ([None], "cannot be called"),
-        ([Graded], "the class Graded"),
-        ([functools.partial(Graded, a=1)], "the class Graded"),
-        ([5], "cannot be called"),
-    ],
-)
-def test_what_cannot_be_called_is_refused(functions: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RewardRunner(functions)
+def test_what_cannot_be_called_is_refused() -> None:
+    a_class = "the class Graded"
+    for functions, message in [
+        *(([], "empty"), ([None], "cannot be called"), ([5], "cannot be called")),
+        *(([Graded], a_class), ([functools.partial(Graded, a=1)], a_class)),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            RewardRunner(functions)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf])

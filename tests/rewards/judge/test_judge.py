@@ -52,6 +52,12 @@ def run(reward: Any, completions: list[Any], prompts: list[Any] | None = None, *
     )
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def scores(table: RewardTable) -> list[float | None]:
     return [score for (score,) in table.scores]
 
@@ -165,11 +171,9 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts, "MAX_CACHED_VERDICTS", 2)
     with judge_server(by_length) as server:
         reward = judge_of(server, concurrency=1)
-        run(reward, ["a", "bb", "ccc"], ["p"] * 3)
-        run(reward, ["bb", "ccc"], ["p"] * 2)
-        assert len(server.bodies) == 3
-        run(reward, ["a"], ["p"])
-        assert len(server.bodies) == 4
+        for answers, requests in ((["a", "bb", "ccc"], 3), (["bb", "ccc"], 3), (["a"], 4)):
+            run(reward, answers, ["p"] * len(answers))
+            assert len(server.bodies) == requests
 
 
 # Failures
@@ -254,10 +258,7 @@ def test_a_batch_that_takes_too_long_keeps_what_it_has() -> None:
 
 
 def test_a_refused_connection_abstains_and_ends_the_run_after_three_batches() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    reward = llm_judge(f"http://127.0.0.1:{port}/v1", "grader", "Be right.", retries=1)
+    reward = llm_judge(f"http://127.0.0.1:{free_port()}/v1", "grader", "Be right.", retries=1)
     for _ in range(MAX_FAILED_BATCHES - 1):
         table = run(reward, ["a", "b"])
         assert scores(table) == [None, None]
@@ -297,13 +298,12 @@ def test_a_request_that_is_refused_for_itself_is_not_repeated() -> None:
 
 def test_a_server_without_schemas_is_found_out_once() -> None:
     def script(body: dict[str, Any], number: int) -> Reply:
-        refusal = Reply(b"response_format is not supported", status=400)
-        return refusal if "response_format" in body else grade(3)
+        return Reply(b"no response_format here", status=400) if "response_format" in body else grade(3)
 
     with judge_server(script) as server:
         reward = judge_of(server)
-        assert scores(run(reward, ["a"])) == [0.3] and len(server.bodies) == 2
-        assert scores(run(reward, ["b"])) == [0.3] and len(server.bodies) == 3
+        for answer, requests in (("a", 2), ("b", 3)):
+            assert scores(run(reward, [answer])) == [0.3] and len(server.bodies) == requests
 
 
 def test_an_unreadable_reply_is_asked_for_once_more_with_a_reminder() -> None:
@@ -407,29 +407,20 @@ def test_turn_delimiters_do_not_reach_the_chat_template() -> None:
 # Settings, and use outside of a run
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"base_url": "localhost:8000"}, "not the address of a server"),
-        ({"base_url": "http://me:key@host/v1"}, "a user, a password or a query"),
-        ({"base_url": "http://host/v1?api-key=k"}, "a user, a password or a query"),
-        ({"rubric": "  "}, "a rubric"),
-        ({"model": ""}, "name of a model"),
-        ({"scale": (5, 5)}, "scale=.* is not a range"),
-        ({"scale": (0.0, 1.0)}, "whole number"),
-        ({"scale": (0, 5, 10)}, "is not a range"),
-        ({"value_range": (1.0, 0.0)}, "value_range"),
-        ({"value_range": (0.0, math.inf)}, "value_range"),
-        ({"timeout": 0}, "in seconds, above 0"),
-        ({"batch_timeout": math.inf}, "in seconds, above 0"),
-        ({"retries": -1}, "retries to 0 or more"),
-        ({"concurrency": 0}, "to 1 or more"),
-        ({"on_failure": "zero"}, "'abstain' or 'fail'"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        llm_judge(**{"base_url": "http://localhost:1/v1", "model": "m", "rubric": "r", **arguments})
+def test_settings_that_cannot_work_are_refused() -> None:
+    for name, value, message in [
+        ("base_url", "localhost:8000", "not the address of a server"),
+        ("base_url", "http://me:key@host/v1", "a user, a password or a query"),
+        ("base_url", "http://host/v1?api-key=k", "a user, a password or a query"),
+        *(("rubric", "  ", "a rubric"), ("model", "", "name of a model")),
+        *(("scale", (5, 5), "scale=.* is not a range"), ("scale", (0, 5, 10), "is not a range")),
+        *(("scale", (0.0, 1.0), "whole number"), ("value_range", (1.0, 0.0), "value_range")),
+        *(("value_range", (0.0, math.inf), "value_range"), ("timeout", 0, "in seconds, above 0")),
+        *(("batch_timeout", math.inf, "in seconds, above 0"), ("retries", -1, "retries to 0 or more")),
+        *(("concurrency", 0, "to 1 or more"), ("on_failure", "zero", "'abstain' or 'fail'")),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            llm_judge(**{"base_url": "http://localhost:1/v1", "model": "m", "rubric": "r", name: value})
 
 
 def test_by_name_as_in_a_recipe_and_in_an_own_event_loop() -> None:
@@ -464,17 +455,14 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from grupo.models.default_model import default_model_path
 
     assert VLLM_PYTHON is not None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    port, log = free_port(), tmp_path_factory.mktemp("vllm") / "log.txt"
     command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model_path())]
     command += ["--served-model-name", "grader", "--port", str(port), "--max-model-len", "2048", "--enforce-eager"]
-    command += ["--dtype", "float32"]
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env={**own, "VLLM_CPU_KVCACHE_SPACE": "1"}, stdout=output, stderr=subprocess.STDOUT
+            [*command, "--dtype", "float32"], env=environment, stdout=output, stderr=subprocess.STDOUT
         )
     try:
         for _ in range(300):
