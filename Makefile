@@ -1,10 +1,10 @@
-# Two commands for newcomers: `make quickstart` and `make test`. `make check` is what CI runs before the tests.
+# Two commands for newcomers: `make quickstart` and `make test`. CI runs `make check`, `make test` and `make test-all`.
 # The benchmarks measure time: run nothing else beside them. They write docs/benchmarks.md.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check bench bench-quick bench-learning clean
+.PHONY: quickstart test test-all check bench bench-quick bench-learning clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,13 +25,18 @@ quickstart: $(VENV)/.installed
 
 # Two processes, each with one thread (tests/conftest.py); a file's tests share what they have trained.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not model"
+
+# The rest: kills, long runs, and tests with the default model.
+test-all: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or model"
 
 check: $(VENV)/.installed-test
-	$(BIN)/ruff check src tests examples benchmarks
-	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks tools
+	$(BIN)/ruff format --check src tests examples benchmarks tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/draw_data_flow.py --check
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/bench.py recipes parts sweeps

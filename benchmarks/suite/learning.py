@@ -11,14 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grupo.data.loading import recipe_rows
 from transformers import PrinterCallback, TrainerCallback
 
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.data.prompts import PromptTokenizer, tokenize_rows
 from grupo.evals.held_out import evaluate_held_out
 from grupo.models.inspect import stop_token_ids
-from grupo.recipes.data import recipe_rewards
+from grupo.recipes.data import recipe_rewards, recipe_rows
 from grupo.recipes.schema import Recipe
 from grupo.recipes.yaml_io import load_recipe
 from grupo.rewards.execution.runner import RewardRunner

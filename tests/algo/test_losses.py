@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -63,24 +64,20 @@ def test_every_loss_level_and_option_equals_the_reference(loss_type: str, level:
     check()
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("seed", range(3))
-def test_the_reference_gradients_are_the_finite_differences_of_its_values(
-    loss_type: str, level: str, seed: int
-) -> None:
-    case = random_case(
-        seed, Settings(loss_type=loss_type, importance_sampling_level=level, beta=0.1, delta=2.0, epsilon_high=0.3)
-    )
-    logprobs = np.take_along_axis(log_softmax(case.logits), case.actions[..., None], axis=2)[..., 0]
-    gradient = hand_gradient(case, logprobs)
-    step = 1e-6
-    for i, t in np.ndindex(*logprobs.shape):
-        up, down = logprobs.copy(), logprobs.copy()
-        up[i, t] += step
-        down[i, t] -= step
-        slope = (loss_by_loops(case, up, logprobs) - loss_by_loops(case, down, logprobs)) / (2 * step)
-        assert gradient[i, t] == pytest.approx(slope, abs=1e-7)
+def test_the_reference_gradients_are_the_finite_differences_of_its_values(loss_type: str) -> None:
+    for level, seed in itertools.product(LEVELS, range(3)):
+        options = {"importance_sampling_level": level, "beta": 0.1, "delta": 2.0, "epsilon_high": 0.3}
+        case = random_case(seed, Settings(loss_type=loss_type, **options))  # type: ignore[arg-type]
+        logprobs = np.take_along_axis(log_softmax(case.logits), case.actions[..., None], axis=2)[..., 0]
+        gradient = hand_gradient(case, logprobs)
+        step = 1e-6
+        for i, t in np.ndindex(*logprobs.shape):
+            up, down = logprobs.copy(), logprobs.copy()
+            up[i, t] += step
+            down[i, t] -= step
+            slope = (loss_by_loops(case, up, logprobs) - loss_by_loops(case, down, logprobs)) / (2 * step)
+            assert gradient[i, t] == pytest.approx(slope, abs=1e-7)
 
 
 BROKEN = {
@@ -421,12 +418,11 @@ def test_an_empty_micro_batch_gives_a_connected_zero(loss_type: str, rows: int, 
     assert all(math.isinf(value.item()) for value in output.extremes.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_dtype_of_the_log_probs_is_kept(loss_type: str, dtype: torch.dtype) -> None:
-    logprobs = torch.full((1, 2), -1.0, dtype=dtype, requires_grad=True)
-    inputs = LossInputs(logprobs, torch.ones(1, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool))
-    assert grpo_loss(loss_type=loss_type)(inputs, StepTotals(2, 1, 2)).loss.dtype == dtype
+def test_the_dtype_of_the_log_probs_is_kept() -> None:
+    for loss_type, dtype in itertools.product(LOSSES, (torch.float32, torch.float64)):
+        logprobs = torch.full((1, 2), -1.0, dtype=dtype, requires_grad=True)
+        inputs = LossInputs(logprobs, torch.ones(1, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool))
+        assert grpo_loss(loss_type=loss_type)(inputs, StepTotals(2, 1, 2)).loss.dtype == dtype
 
 
 def test_metrics_and_policy_loss_carry_no_graph() -> None:

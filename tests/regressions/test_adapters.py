@@ -1,4 +1,4 @@
-"""G3, F6: what is trained is what decodes and what is saved; every folder loads with peft and transformers alone.
+"""The trained policy is the one that decodes and is saved; every folder loads with peft and transformers alone.
 
 transformers #45127, peft #2018, #838, #1457, LlamaFactory PR #10832, #10137, #7665, trl #5150, #6700, tinker-cookbook
 PR #593. Tied embeddings, adapters on embeddings and head, whole modules beside an adapter, added tokens.
@@ -23,8 +23,10 @@ from torch import Tensor
 from grupo import GRPOConfig, GRPOTrainer
 from grupo.models.peft_setup import add_adapter
 from grupo.rollout.local.inference_copy import make_inference_copy
-from harness import gradient_of, logs_of, relative_error, token_logprobs
+from harness import gradient_of, logs_of, relative_error, token_logprobs, varied
 from tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
 
 IDS = torch.arange(4, 40)[None]
 BIASED = {"attention_bias": True, "mlp_bias": True}
@@ -40,7 +42,7 @@ class Kind:
     model: dict[str, Any] | None = None
     new_tokens: int = 0
     merges_when_tied: bool = True
-    """By peft, which would fold what is added to one of two tied layers into both."""
+    """Whether peft merges it; peft would merge an adapter on one of two tied layers into both."""
 
 
 KINDS = {
@@ -93,13 +95,13 @@ torch.save(found, sys.argv[1])
 
 @dataclass
 class Life:
-    """What one run left behind."""
+    """Results of one run."""
 
     gradient_errors: list[float]
-    """Of each step, against the plain gradient; relative."""
+    """Relative error of each step against the plain gradient."""
     logs: list[dict[str, Any]]
     copy_gap: float
-    """Between the logits of the trained model and of the copy that decodes it."""
+    """Largest difference between the logits of the trained model and of the copy that decodes."""
     changed: set[str]
     """Names of the parameters that training changed."""
     trained: set[str]
@@ -125,10 +127,6 @@ class Spy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.update, name)
-
-
-def varied(completions: list[str], **columns: Any) -> list[float]:
-    return [float((7 * index) % 5) for index in range(len(completions))]
 
 
 def base_folder(folder: Path, *, tied: bool, **config: Any) -> Path:
@@ -229,7 +227,7 @@ def test_it_trains_with_the_plain_gradient_and_decodes_the_policy(name: str, liv
     life = lives[name]
     assert len(life.gradient_errors) == 2 and max(life.gradient_errors) < 1e-4
     assert max(line["sampling/logprob_gap"] for line in life.logs) < 1e-5 and life.copy_gap < 1e-4
-    assert life.changed == life.trained, "no weight is trained in vain, and no other one moves"
+    assert life.changed == life.trained, "every trainable weight changes, and no other one"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -241,8 +239,10 @@ def test_it_loads_elsewhere(name: str, lives: dict[str, Life], elsewhere: dict[s
 
 
 @pytest.mark.parametrize("layer, named", [("lm_head", "head"), ("embed_tokens", "embeddings")])
-def test_an_adapter_on_one_of_two_tied_layers_is_told(layer: str, named: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It trains and loads, as above; what peft's merging makes of it is another model."""
+def test_an_adapter_on_one_of_two_tied_layers_is_logged(
+    layer: str, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It trains and loads as above, but merging by peft gives a different model."""
     for tied in (True, False):
         caplog.clear()
         add_adapter(tiny_model(tied=tied), lora(target_modules=["q_proj", layer]))

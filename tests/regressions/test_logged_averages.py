@@ -1,7 +1,7 @@
-"""What a log line averages: token metrics over tokens, completion metrics over completions, step metrics over steps.
+"""Averages in a log line: token metrics over tokens, completion metrics over completions, step metrics over steps.
 
-TRL #7047, #6380. Everything is computed again from the weights before each step, with plain forwards, for log windows
-that hold different numbers of rollouts, completions with rewards, and tokens.
+TRL #7047, #6380. Everything is recomputed with plain forward passes from the weights before each step, for log
+intervals with different numbers of rollouts, completions with rewards, and tokens.
 """
 
 from __future__ import annotations
@@ -29,23 +29,19 @@ from tiny import tiny_model
 
 STEPS, PER_LOG, PASSES = 6, 3, 2  # rollouts before steps 1, 3 and 5: the logs hold two of them and one
 ROWS = [{"prompt": prompt} for prompt in ("ab", "a longer prompt", "c", "defgh", "ij", "klm")]
-SCORES = [
-    [0, 1, 3, None, 2, 2, 2, 2],
-    [1, 0, 0, 5, None, None, 4, 1],
-    [2, None, 7, 1, 1, 0, None, 3],
-]
+SCORES = [[0, 1, 3, None, 2, 2, 2, 2], [1, 0, 0, 5, None, None, 4, 1], [2, None, 7, 1, 1, 0, None, 3]]
 OFFSET = 0.01
 
 
 def script(prompt, place):
-    """1 to 8 tokens; the longer ones without a stop token."""
+    """1 to 8 tokens; the longest without a stop token."""
     length = 1 + (5 * prompt.row + 3 * place) % 8
     ids = [20 + (7 * prompt.row + 11 * place + 3 * index) % 80 for index in range(length)]
     return [*ids[:-1], EOS] if length < 7 else ids + [30] * (8 - length)
 
 
 class Drifting(ScriptedEngine):
-    """Claims log-probs that are off by 0.01 nats at the first token, 0.02 at the second, and so on."""
+    """Reports log-probs that are wrong by 0.01 nats at the first token, 0.02 at the second, and so on."""
 
     model = None
 
@@ -99,7 +95,7 @@ def run(folder, loss_type, **settings):
 
 @dataclasses.dataclass
 class Row:
-    """One completion, with what a plain forward says about it at each of its two steps."""
+    """One completion, with values from plain forward passes at each of its two steps."""
 
     score: float | None
     length: int
@@ -111,7 +107,7 @@ class Row:
 
 
 def computed_again(trainer, watch):
-    """The rows of each rollout."""
+    """The completions of each rollout."""
     models = [with_parameters(parameters) for parameters in watch.parameters]
     advantages = advantages_of(trainer).view(3, 8)
     rollouts = []
@@ -164,7 +160,7 @@ def mean(values):
 
 
 def wanted_metrics(rollouts, steps):
-    """Of the log line after `steps`, a range of step numbers from 0."""
+    """Metrics of the log line after `steps`, a range of step numbers from 0."""
     started = [rollouts[step // 2] for step in steps if step % 2 == 0]
     rows = [row for rollout in started for row in rollout]
     trained = [(row, step % 2) for step in steps for row in rollouts[step // 2] if row.score is not None]
@@ -238,8 +234,8 @@ def test_every_average_by_hand(tmp_path):
     assert lines[0]["clip_ratio/region_mean"] > 0 and lines[0]["kl"] != pytest.approx(lines[1]["kl"], rel=0.01)
 
 
-def test_rows_that_are_not_computed_count_as_not_clipped(tmp_path):
-    """Without a KL term, rows without advantage are left out of the forward pass, but not out of the shares."""
+def test_completions_left_out_of_the_update_count_as_not_clipped(tmp_path):
+    """Without a KL term, completions without advantage are left out of the forward pass, but not of the shares."""
     trainer, watch = run(tmp_path, "dapo", epsilon=0.05, beta=0.0)
     rollouts = computed_again(trainer, watch)
     assert any(row.advantage == 0 and row.score is not None for rows in rollouts for row in rows)
@@ -263,7 +259,7 @@ def test_the_cap_of_cispo_by_hand(tmp_path):
 
 
 def test_losses_counts_and_times(tmp_path):
-    """The same run logged every step and every third: losses average over steps, token counts add up."""
+    """The same run logged every step and every third step: losses average over steps, token counts add up."""
     every, _ = run(tmp_path / "every", "dapo", logging_steps=1)
     third, _ = run(tmp_path / "third", "dapo")
     single, grouped = logs_of(every), logs_of(third)
@@ -272,7 +268,7 @@ def test_losses_counts_and_times(tmp_path):
     ]
     per_rollout = [sum(per_prompt[first : first + 2]) for first in (0, 2, 4)]
     sampled = [sum(per_rollout[: 1 + step // 2]) for step in range(STEPS)]
-    assert [line["num_tokens"] for line in single] == sampled, "counted once, however often they are trained on"
+    assert [line["num_tokens"] for line in single] == sampled, "counted once, even if they are trained on twice"
     assert [line["num_tokens"] for line in grouped] == [sampled[2], sampled[5]]
     for index, line in enumerate(grouped):
         part = single[3 * index : 3 * index + 3]
@@ -291,9 +287,7 @@ def test_losses_counts_and_times(tmp_path):
         assert 0.5 < inside / (3 * line["step_time"]) <= 1
 
 
-@pytest.mark.parametrize(
-    "steps, logging_steps, wanted", [(5, 2, [2, 4, 5]), (3, 10, [3]), (4, 2, [2, 4]), (2, 0.5, [1, 2])]
-)
+@pytest.mark.parametrize("steps, logging_steps, wanted", [(5, 2, [2, 4, 5]), (3, 10, [3]), (2, 0.5, [1, 2])])
 def test_the_last_steps_are_in_a_log_line_too(tmp_path, steps, logging_steps, wanted):
     every, _ = run(tmp_path / "every", "dapo", max_steps=steps, logging_steps=1)
     trainer, _ = run(tmp_path / "window", "dapo", max_steps=steps, logging_steps=logging_steps)
@@ -303,13 +297,12 @@ def test_the_last_steps_are_in_a_log_line_too(tmp_path, steps, logging_steps, wa
     assert logs_of(trainer)[-1]["effective_tokens"] == pytest.approx(mean([line["effective_tokens"] for line in last]))
 
 
-def test_no_log_line_where_none_is_wanted(tmp_path):
+def test_no_log_line_with_logging_strategy_no(tmp_path):
     trainer, _ = run(tmp_path, "dapo", max_steps=3, logging_strategy="no")
     assert logs_of(trainer) == []
 
 
-@pytest.mark.parametrize("multiple", [None, 16])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("packed, multiple", [(True, None), (True, 16), (False, None)])
 def test_padding_and_computed_tokens_by_hand(tmp_path, monkeypatch, packed, multiple):
     batches = recorded_batches(monkeypatch)
     monkeypatch.setattr(LogprobModel, "_check_sharing", lambda *_: packed)

@@ -69,11 +69,7 @@ def test_a_step_of_truncated_completions_changes_nothing(tmp_path, loss_type, be
 def test_everything_truncated_with_entropy_options(tmp_path, entropy):
     model = never_stopping(tiny_model())
     trainer = make_trainer(
-        tmp_path,
-        given([float(index) for index in range(8)]),
-        model=model,
-        mask_truncated_completions=True,
-        **entropy,
+        tmp_path, given([float(index) for index in range(8)]), model=model, mask_truncated_completions=True, **entropy
     )
     before = snapshot(model)
     train(trainer)
@@ -230,13 +226,7 @@ def test_one_zero_variance_group_of_two(tmp_path):
 def test_kl_on_dead_groups(tmp_path):
     """With equal rewards the KL still pulls towards the reference, unless it is switched off (TRL #5640)."""
     for keep in (True, False):
-        trainer = make_trainer(
-            tmp_path / str(keep),
-            given([0.5] * 8),
-            beta=0.5,
-            kl_on_dead_groups=keep,
-            optim="sgd",
-        )
+        trainer = make_trainer(tmp_path / str(keep), given([0.5] * 8), beta=0.5, kl_on_dead_groups=keep, optim="sgd")
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
@@ -247,12 +237,7 @@ def test_kl_on_dead_groups(tmp_path):
 
 
 def test_a_group_of_one_in_evaluation_has_no_nan(tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        given([0.5] * 3),
-        eval_rows=[{"prompt": "ab"}] * 3,
-        num_generations_eval=1,
-    )
+    trainer = make_trainer(tmp_path, given([0.5] * 3), eval_rows=[{"prompt": "ab"}] * 3, num_generations_eval=1)
     metrics = trainer.evaluate()
     assert all(math.isfinite(value) for value in metrics.values()) and metrics["eval_reward"] == 0.5
     assert "eval_reward_within_group_std" not in metrics
@@ -262,22 +247,21 @@ def test_warnings_about_rollouts_without_signal_appear_once(tmp_path, caplog):
     """A flat reward looks like slow learning for hours (TRL #5697, #3452)."""
     settings = {"max_steps": 8, "reward_timeout": None}
     train(make_trainer(tmp_path / "dead", given([0.0] * 8), script=SCRIPT, **settings))
-    assert caplog.text.count("In 5 rollouts running the completions of each prompt all had the same reward") == 1
-    assert "cut off" not in caplog.text
+    assert caplog.text.count("In 5 consecutive rollouts the completions of each prompt all had the same reward") == 1
+    assert "truncated" not in caplog.text
     caplog.clear()
     model = never_stopping(tiny_model())
     train(make_trainer(tmp_path / "cut", given([0.0, 1.0] * 4), model=model, **settings))
-    assert caplog.text.count("more than 90% of the completions were cut off at max_completion_length=8") == 1
+    assert caplog.text.count("more than 90% of the completions were truncated at max_completion_length=8") == 1
     assert "the same reward" not in caplog.text
     caplog.clear()
     scores = iter([[0.0] * 8] * 4 + [[0.0, 1.0] * 4] + [[0.0] * 8] * 3)
     train(make_trainer(tmp_path / "live", lambda completions, **columns: next(scores), script=SCRIPT, **settings))
-    assert "rollouts running" not in caplog.text
+    assert "consecutive rollouts" not in caplog.text
 
 
 @pytest.mark.parametrize(
-    "value, settings",
-    [(math.nan, {}), (math.inf, {"top_p": 0.9}), (math.nan, {"top_k": 3, "repetition_penalty": 1.2})],
+    "value, settings", [(math.nan, {}), (math.inf, {"top_p": 0.9}), (math.nan, {"top_k": 3, "repetition_penalty": 1.2})]
 )
 def test_logits_that_are_not_finite_stop_the_run(tmp_path, settings, value):
     model = tiny_model()

@@ -11,14 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    LlamaForCausalLM,
-    LlamaModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, LlamaModel, T5Config, T5ForConditionalGeneration
 
 from grupo import GRPOTrainer
 from grupo.errors import ConfigError, DataError, UnsupportedError

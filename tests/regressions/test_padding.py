@@ -23,10 +23,7 @@ from harness import (
 from tiny import tiny_model, tiny_tokenizer
 
 SHORT, LONG = "abc", "a prompt of sixty tokens, " + "x" * 34
-SCRIPT = {
-    SHORT: ["wxyz</s>", "w</s>", "</s>", "wxyzwxyz"],
-    LONG: ["p</s>", "qq</s>", "rrrr</s>", "ssssssss"],
-}
+SCRIPT = {SHORT: ["wxyz</s>", "w</s>", "</s>", "wxyzwxyz"], LONG: ["p</s>", "qq</s>", "rrrr</s>", "ssssssss"]}
 REWARDS = [0.0, 1.0, 2.0, 5.0, 4.0, 0.0, 1.0, 2.0]
 
 

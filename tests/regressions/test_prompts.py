@@ -1,4 +1,4 @@
-"""E1 and B2: the ids of a prompt, the same everywhere, with exactly one BOS; and prompts that open a tag.
+"""Token ids of a prompt are the same everywhere, with exactly one BOS; prompts that open a tag.
 
 TRL #3520 (BOS missing), open-r1 PR #462 and Soup #781 (BOS doubled), #6966 (think tag opened by the template).
 """
@@ -15,20 +15,16 @@ from grupo.errors import DataError
 from grupo.models.shared_prompt_attention import LAYOUT_KEYWORD
 from grupo.rewards import tag_format
 from grupo.types import PackedLayout
-from harness import BOS, EOS, after_its_checks, ids_of, logs_of, make_trainer, train
+from harness import BOS, EOS, after_its_checks, ids_of, logs_of, make_trainer, train, varied
 from tiny import BOS_CHAT_TEMPLATE, CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def varied(completions, **columns):
-    return [float(index % 3) for index in range(len(completions))]
-
-
 def ids_at_every_forward(model):
-    """(S,) ids of each row of each forward, without left padding, in order; a cached step has one id.
+    """(S,) ids of each sequence of each forward pass in order, without left padding; a cached step has one id.
 
-    Of a packed row, its parts from prompt to prompt.
+    A packed sequence is split at its prompts.
     """
     seen = []
 
@@ -85,7 +81,7 @@ def test_the_same_ids_in_every_forward_with_one_bos(tmp_path, prompt, variant, w
         max_steps=2,
     )
     if not isinstance(prompt, str):
-        # The template decides, and its own call says how.
+        # The rendered template defines the ids.
         rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
         assert list(rendered["input_ids"]) == wanted
     after_its_checks(trainer)
@@ -110,8 +106,8 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("prompt, post_processor, wanted", ENDINGS.values(), ids=ENDINGS)
-def test_a_prompt_has_no_eos_that_is_not_its_own(tmp_path, prompt, post_processor, wanted):
-    """Some tokenizers end every text; the model would be asked to go on behind its end."""
+def test_a_prompt_has_no_added_eos(tmp_path, prompt, post_processor, wanted):
+    """Some tokenizers append EOS to every text; the model would have to continue after it."""
     tokenizer = tiny_tokenizer()
     specials = [("<s>", BOS), ("</s>", EOS)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=post_processor, special_tokens=specials)
@@ -120,7 +116,7 @@ def test_a_prompt_has_no_eos_that_is_not_its_own(tmp_path, prompt, post_processo
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no system') }}", "{{ messages[0].tool_calls.name }}"])
-def test_what_a_template_refuses_is_said_with_the_row(tmp_path, template):
+def test_an_error_of_the_template_names_the_row(tmp_path, template):
     template = "{% if messages[0].role == 'system' %}" + template + "{% endif %}" + CHAT_TEMPLATE
     rows = [{"prompt": MESSAGES}, {"prompt": [{"role": "system", "content": "be brief"}, *MESSAGES]}]
     with pytest.raises(DataError, match=r"cannot render the prompt of row 1: (no system|.*no attribute 'tool_calls')"):
@@ -128,7 +124,7 @@ def test_what_a_template_refuses_is_said_with_the_row(tmp_path, template):
 
 
 def test_keys_that_other_messages_have_are_not_in_a_message(tmp_path):
-    """A datasets.Dataset gives every message every key, and templates ask whether there is a tool call, say."""
+    """A datasets.Dataset adds every key to every message, and templates test for keys such as `tool_calls`."""
     template = CHAT_TEMPLATE.replace("<u>", "<u>{{ 'T' if 'tool_calls' in m else 'F' }}")
     called = {"role": "user", "content": "b", "tool_calls": "f"}
     rows = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}, {"prompt": [called]}])
@@ -137,7 +133,7 @@ def test_keys_that_other_messages_have_are_not_in_a_message(tmp_path):
     assert [list(row.token_ids) for row in trainer.train_rows] == wanted
 
 
-def test_two_bos_in_the_text_are_told(tmp_path, caplog):
+def test_two_bos_in_the_text_are_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO, "grupo")
     make_trainer(tmp_path, varied, [{"prompt": "<s>abc"}] * 2, tokenizer=tiny_tokenizer(adds_bos=True))
     assert caplog.text.count("one BOS is kept") == 1
@@ -159,7 +155,7 @@ def test_chat_template_arguments_reach_the_template(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["filter", "refuse", "truncate_left"])
-def test_long_prompts_are_dealt_with_as_asked_in_training_and_evaluation(tmp_path, policy, caplog):
+def test_overlong_prompts_in_training_and_evaluation(tmp_path, policy, caplog):
     rows = [{"prompt": "abcdefghij"}, {"prompt": "ab"}, {"prompt": "cd"}, {"prompt": "klmnopqrst"}]
     settings = {"max_prompt_length": 4, "overlong_prompts": policy, "num_generations_eval": 1}
     if policy == "refuse":
@@ -183,7 +179,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_numbers(tmp_path):
             make_trainer(tmp_path, varied, **data)
 
 
-# ---- B2: the template opens the think tag ----------------------------------------------------------------------------
+# ---- the template opens the think tag --------------------------------------------------------------------------------
 
 THINKING = CHAT_TEMPLATE.replace("<a>", "<a><think>\n")
 GOOD = "add them up\n</think>\n<answer>7</answer></s>"
@@ -221,7 +217,7 @@ def test_a_tag_that_the_prompt_opens_is_seen(tmp_path, prompt):
     assert format_mean(tmp_path / "twice", prompt, THINKING, "<think>" + GOOD, tag_format()) == 0.0
 
 
-def test_a_tag_that_nobody_opens_scores_nothing_and_is_told(tmp_path):
+def test_a_tag_that_nobody_opens_scores_nothing_and_warns(tmp_path):
     with pytest.warns(UserWarning, match="gave 0 to all 8 completions"):
         assert format_mean(tmp_path, MESSAGES, CHAT_TEMPLATE, GOOD, tag_format()) == 0.0
 

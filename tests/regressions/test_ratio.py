@@ -50,12 +50,7 @@ def test_no_kl_and_no_clipping_in_the_first_step(tmp_path, monkeypatch, dropout,
     config, peft_config = DROPOUTS[dropout]
     losses = recorded_losses(monkeypatch)
     trainer = make_trainer(
-        tmp_path,
-        varied,
-        model=tiny_model(**config),
-        peft_config=peft_config,
-        beta=0.1,
-        **SETTINGS.get(settings, {}),
+        tmp_path, varied, model=tiny_model(**config), peft_config=peft_config, beta=0.1, **SETTINGS.get(settings, {})
     )
     train(trainer)
     (line,) = logs_of(trainer)

@@ -1,8 +1,9 @@
-"""G1: a run that is saved and goes on in a fresh process is the same run.
+"""A run that is saved and resumed in a new process is the same run.
 
-ms-swift PR #9935 (seeds reset after the checkpoint had restored them), NVIDIA-NeMo/RL PR #3599 (prompts skipped across
-save and restore), unsloth-zoo PR #832 (sampling state not restored), transformers #17032 (random state not loaded after
-a save at the end of an epoch). In the middle of a rollout the rollout is restored, not sampled again.
+modelscope/ms-swift PR #9935 (seeds reset after the checkpoint had restored them), NVIDIA-NeMo/RL PR #3599 (prompts
+skipped across save and restore), unsloth-zoo PR #832 (sampling state not restored), transformers #17032 (random state
+not loaded after a save at the end of an epoch). In the middle of a rollout window the window is restored, not sampled
+again.
 """
 
 from __future__ import annotations
@@ -20,16 +21,12 @@ from safetensors.torch import load_file
 from harness import logs_of, make_trainer
 
 ROWS = [{"prompt": letter * count, "number": count} for count, letter in enumerate("abcdefgh", start=1)]
-# 2 prompts a step, 4 steps an epoch; what is saved, and how the rollouts go on from there.
-CASES = {
-    "mu 1": (3, {}),
-    "mu 2, in the middle of a rollout": (3, {"num_iterations": 2}),
-    "at the end of an epoch": (4, {}),
-}
+# 2 prompts per step, 4 steps per epoch. Step of the checkpoint, and settings.
+CASES = {"in the middle of a rollout window": (3, {"num_iterations": 2}), "at the end of an epoch": (4, {})}
 
 
 def train(folder: Path, name: str) -> None:
-    """Six steps, or those behind the checkpoint where there is one."""
+    """Six steps, or those after the checkpoint if there is one."""
     saved_at, settings = CASES[name]
     asked = []
 
@@ -58,7 +55,7 @@ def train(folder: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Each case as a whole, and the part behind its checkpoint in a fresh process."""
+    """Each case as a whole, and the part after its checkpoint in a new process."""
     target = tmp_path_factory.mktemp("resumed")
     for name, (saved_at, _) in CASES.items():
         train(target / "whole" / name, name)
@@ -74,7 +71,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_run_goes_on_as_it_would_have(folder, name):
+def test_a_resumed_run_is_the_uninterrupted_one(folder, name):
     whole, parts = (json.loads((folder / run / name / "seen.json").read_text()) for run in ("whole", "parts"))
     assert parts["asked"], "rewards were asked for in both parts"
     assert whole["asked"][-len(parts["asked"]) :] == parts["asked"], "the same prompts, none skipped or doubled"

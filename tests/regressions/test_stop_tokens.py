@@ -1,4 +1,4 @@
-"""E3: the stop token is part of the completion, every stop id counts, and the pad id means nothing.
+"""The stop token is part of the completion, every stop id counts, and the pad id has no meaning.
 
 TRL PR #4970 (mask from the pad id), #6357 (pad = eos hid the EOS), #7039 (one of several stop ids), #3046, #2892.
 
@@ -15,6 +15,7 @@ from harness import (
     EOS,
     PAD,
     completions_of,
+    given,
     gradient_of,
     ids_of,
     logs_of,
@@ -36,7 +37,7 @@ ONE_PROMPT = {"per_device_train_batch_size": 4, "logprob_gap_warn": 1e3, "logpro
 
 
 class Kept:
-    """Rewards 0, 1, 1, 2 and remembers texts and ids."""
+    """Returns the rewards 0, 1, 1, 2 and records texts and ids."""
 
     def __call__(self, completions, completion_ids, **columns):
         self.texts, self.ids = completions, completion_ids
@@ -44,7 +45,7 @@ class Kept:
 
 
 def sample(folder, monkeypatch, ids, *, stops=None, prompt="ab", tokenizer=None, **settings):
-    """One step on four completions that are all sampled as `ids`: trainer, what was rewarded, micro-batch."""
+    """One step on four completions that are all sampled as `ids`: trainer, recorded rewards, micro-batch."""
     tokenizer = tokenizer or tiny_tokenizer()
     length = len(tokenizer(prompt)["input_ids"])
     model = scripted_sampling(tiny_model(), ids, length)
@@ -72,17 +73,16 @@ STOPPED = {
     "list without the tokenizer's own": ([X, Y, EOS, Z, Z], [END], "xy"),
     "another one than the tokenizer's": ([X, Y, END, Z, Z], END, "xy"),
     "first of several": ([X, Y, END, EOS, Z], [EOS, END], "xy"),
-    "pads behind": ([X, Y, EOS, PAD, PAD], None, "xy"),
+    "pads after it": ([X, Y, EOS, PAD, PAD], None, "xy"),
     "no special token": ([X, Y, Z, X, X], [EOS, Z], "xy"),
     "no special token, and nothing else": ([X, Y, Z, X, X], Z, "xy"),
 }
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["", "mask_truncated"])
 @pytest.mark.parametrize("ids, stops, text", STOPPED.values(), ids=STOPPED)
-def test_the_stop_token_ends_a_completion_and_is_trained_on(tmp_path, monkeypatch, ids, stops, text, masked):
-    trainer, kept, batch = sample(tmp_path, monkeypatch, ids, stops=stops, mask_truncated_completions=masked)
-    assert batch.completion_ids.tolist() == [ids[:3]] * 2, "two of four rows differ from the mean"
+def test_the_stop_token_ends_a_completion_and_is_trained_on(tmp_path, monkeypatch, ids, stops, text):
+    trainer, kept, batch = sample(tmp_path, monkeypatch, ids, stops=stops, mask_truncated_completions=True)
+    assert batch.completion_ids.tolist() == [ids[:3]] * 2, "two of four rewards differ from the mean"
     assert batch.loss_mask.tolist() == [[True] * 3] * 2
     assert kept.ids == [ids[:3]] * 4 and kept.texts == [tiny_tokenizer().decode(ids[:2])] * 4
     (line,) = logs_of(trainer)
@@ -92,7 +92,7 @@ def test_the_stop_token_ends_a_completion_and_is_trained_on(tmp_path, monkeypatc
 
 
 def test_pad_is_eos(tmp_path, monkeypatch):
-    """The same id as end of turn in the prompt, as stop token, and as padding: attended to, trained on, ignored."""
+    """The same id ends a turn in the prompt, is the stop token, and pads: attended to, trained on, ignored."""
     tokenizer = tiny_tokenizer(pad="</s>")
     short, long = "a</s>b</s>c", "a much longer prompt</s>"
     script = {short: ["xy</s>", "x</s>", "xyz</s>", "xyzxyzxy"], long: ["</s>", "zzz</s>", "zz</s>", "z</s>"]}
@@ -100,7 +100,7 @@ def test_pad_is_eos(tmp_path, monkeypatch):
     batches = recorded_batches(monkeypatch)
     trainer = make_trainer(
         tmp_path,
-        lambda completions, **columns: rewards,
+        given(rewards),
         [{"prompt": short}, {"prompt": long}],
         script=script,
         tokenizer=tokenizer,
@@ -123,9 +123,9 @@ def test_pad_is_eos(tmp_path, monkeypatch):
     assert logs_of(trainer)[0]["completions/clipped_ratio"] == 1 / 8, "the one that reached the cap"
 
 
-@pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
+@pytest.mark.parametrize("pad", [None, "</s>"])
 def test_the_pad_token_changes_nothing(tmp_path, pad):
-    """Not even its absence: sampled tokens, gradients and weights are the same."""
+    """Nor does its absence: sampled tokens, gradients and weights are the same."""
     results = []
     for name, tokenizer in (("own", tiny_tokenizer()), ("variant", tiny_tokenizer(pad=pad))):
         trainer = make_trainer(
@@ -154,12 +154,10 @@ def test_a_stop_token_first_is_an_empty_completion_of_one_token(tmp_path, monkey
 
 
 def test_empty_answers_are_trained_on(tmp_path):
-    """One token each, and a reward for it: the stop token is learned."""
+    """Completions of one token with a reward: the stop token is learned."""
     script = {"ab": ["</s>", "xy</s>", "xyzxyzxy", "x</s>"], "cde": ["</s>"] * 4}
     rewards = [1.0, 0, 0, 0, 1.0, 1.0, 1.0, 1.0]
-    trainer = make_trainer(
-        tmp_path, lambda completions, **columns: rewards, script=script, max_steps=8, optim="sgd", learning_rate=0.5
-    )
+    trainer = make_trainer(tmp_path, given(rewards), script=script, max_steps=8, optim="sgd", learning_rate=0.5)
     before = float(token_logprobs(trainer.model, ids_of("ab"), [EOS]))
     train(trainer)
     assert float(token_logprobs(trainer.model, ids_of("ab"), [EOS])) > before + 0.1
@@ -171,7 +169,7 @@ def test_without_a_stop_token_everything_is_truncated(tmp_path, monkeypatch, mas
     batches = recorded_batches(monkeypatch)
     trainer = make_trainer(
         tmp_path,
-        lambda completions, **columns: [float(index % 4) for index in range(8)],
+        given([float(index % 4) for index in range(8)]),
         model=model,
         mask_truncated_completions=masked,
         max_completion_length=5,
@@ -190,12 +188,12 @@ def test_without_a_stop_token_everything_is_truncated(tmp_path, monkeypatch, mas
 
 
 def test_a_second_stop_id_keeps_its_gradient_under_masking(tmp_path):
-    """Ended by <end>, it is no truncation (TRL PR #7039); the one that runs to the cap has no gradient."""
+    """A completion ended by <end> is not truncated (TRL PR #7039); one that reaches the limit has no gradient."""
     script = {"ab": ["xy<end>", "z<end>", "xyzxyzxy", "</s>"], "cde": ["x<end>"] * 4}
     rewards = [3.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     trainer = make_trainer(
         tmp_path,
-        lambda completions, **columns: rewards,
+        given(rewards),
         script=script,
         stops=(EOS, END),
         loss_type="dapo",
@@ -231,11 +229,11 @@ def test_further_stop_ids_by_setting(tmp_path, monkeypatch):
     )
 
 
-def test_without_any_stop_token_it_is_said(tmp_path, caplog):
+def test_a_missing_stop_token_is_logged(tmp_path, caplog):
     tokenizer, model = tiny_tokenizer(), tiny_model()
     tokenizer.eos_token = None
     model.generation_config.eos_token_id = None
-    trainer = make_trainer(tmp_path, lambda completions, **columns: [0.0] * 8, model=model, tokenizer=tokenizer)
+    trainer = make_trainer(tmp_path, given([0.0] * 8), model=model, tokenizer=tokenizer)
     train(trainer)
     assert "names an end-of-sequence token" in caplog.text
     assert logs_of(trainer)[0]["completions/clipped_ratio"] == 1

@@ -140,32 +140,6 @@ def test_the_think_format_where_the_prompt_opened_the_block() -> None:
         assert table.scores == [(score,)]
 
 
-LENGTHS = [[1] * length for length in (0, 1, 2, 50, 80, 81, 90, 100, 101, 300)]
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "call"),
-    [
-        ("get_soft_overlong_punishment", {"max_completion_len": 100, "soft_punish_cache": 20}, (LENGTHS,)),
-        ("get_soft_overlong_punishment", {"max_completion_len": 100, "soft_punish_cache": 0}, (LENGTHS,)),
-        ("get_repetition_penalty_reward", {"ngram_size": 2}, ([[1, 2, 3, 4], [5] * 5, [1, 2, 1, 2, 1], [], [3]],)),
-        ("get_repetition_penalty_reward", {"max_penalty": -0.5}, (LENGTHS,)),
-        ("get_cosine_scaled_reward", {"max_len": 100}, (messages([r"\boxed{5}"] * 10), ["5"] * 10, LENGTHS)),
-        ("get_cosine_scaled_reward", {"max_len": 100}, (messages([r"\boxed{4}"] * 10), ["5"] * 10, LENGTHS)),
-        (
-            "get_cosine_scaled_reward",
-            {"max_len": 80, "min_value_wrong": -3.0, "max_value_correct": 2.0},
-            (messages([r"\boxed{4}", r"\boxed{5}"] * 5), ["5"] * 10, LENGTHS),
-        ),
-    ],
-)
-def test_rewards_of_the_length_are_those_of_trl(name: str, arguments: dict[str, Any], call: tuple[Any, ...]) -> None:
-    """Called by position, as TRL's examples do."""
-    theirs, mine = getattr(trl_rewards, name)(**arguments), getattr(ours, name)(**arguments)
-    assert mine.__name__ == theirs.__name__
-    assert mine(*call) == pytest.approx(theirs(*call), abs=1e-12)
-
-
 def test_an_unusable_gold_abstains_as_in_trl() -> None:
     completions, golds = messages([r"\boxed{5}"]), ["the figure shows it"]
     assert trl_rewards.accuracy_reward(completions, golds) == [None]

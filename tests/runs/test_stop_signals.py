@@ -34,21 +34,25 @@ def sends(number: int, step: int, times: int = 1) -> Any:
     return sum_of_ids_
 
 
-STOPPED: dict[str, tuple[int, dict[str, Any]]] = {
-    "inside an epoch": (3, {}),
-    "between two logs, where an evaluation is due": (2, {**EVALUATED, "logging_steps": 3}),
-    "at the end of an epoch": (4, {"eval_strategy": "epoch", "logging_strategy": "epoch"}),
-    "inside an epoch that is evaluated at its end": (6, {"eval_strategy": "epoch", "logging_strategy": "epoch"}),
-    "in the last step": (8, EVALUATED),
+STOPPED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "Ctrl-C inside an epoch": (signal.SIGINT, 3, {}),
+    "SIGTERM inside an epoch": (signal.SIGTERM, 3, {}),
+    "between two logs, where an evaluation is due": (signal.SIGTERM, 2, {**EVALUATED, "logging_steps": 3}),
+    "at the end of an epoch": (signal.SIGINT, 4, {"eval_strategy": "epoch", "logging_strategy": "epoch"}),
+    "inside an epoch evaluated at its end": (
+        signal.SIGTERM,
+        6,
+        {"eval_strategy": "epoch", "logging_strategy": "epoch"},
+    ),
+    "in the last step": (signal.SIGINT, 8, EVALUATED),
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
-    tmp_path: Path, name: str, number: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    step, settings = STOPPED[name]
+    number, step, settings = STOPPED[name]
     settings = {"save_strategy": "no", **settings}
     whole = run(tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as raised:

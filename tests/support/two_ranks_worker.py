@@ -1,9 +1,9 @@
-"""What `test_two_ranks.py` runs: scenarios through GRPOTrainer, in one process or in each of two.
+"""Scenarios of `test_two_ranks.py` through GRPOTrainer, in one process or in each of two.
 
     python -m torch.distributed.run --standalone --nproc_per_node 2 two_ranks_worker.py FOLDER
 
-runs all of them one after the other and leaves `FOLDER/{scenario}.{rank}.pt`. Batch sizes are over all processes, so a
-scenario has the same optimizer steps in one process (`run_scenario`) and in two.
+runs all of them one after the other and writes `FOLDER/{scenario}.{rank}.pt`. Batch sizes are totals over processes, so
+that a scenario has the same optimizer steps in one process (`run_scenario`) and in two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEAD = [{"prompt": letter, "dead": True} for letter in "stuv"]
 
 
 class BeforeTheOptimizer(TrainerCallback):
-    """The gradients that the optimizer gets, after they were averaged over ranks; nothing is clipped here."""
+    """Records the gradients that the optimizer gets, averaged over ranks and not clipped."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor | None]] = []
@@ -54,7 +54,7 @@ class BeforeTheOptimizer(TrainerCallback):
 def train(
     folder: Path, *, batch: int = 16, accumulation: int = 1, resume: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """Trains and says what this rank saw. `batch`: completions of one forward pass over all processes."""
+    """Trains and returns the records of this rank. `batch`: completions per forward pass over all processes."""
     observer = BeforeTheOptimizer()
     trainer = make_trainer(
         folder, per_device_train_batch_size=batch // WORLD_SIZE, gradient_accumulation_steps=accumulation,
@@ -74,7 +74,7 @@ def train(
 
 
 class PassCounter:
-    """Rows of each forward pass of the logprob_model, with and without gradient; its checks at the start are none."""
+    """Completions of each forward pass, with and without gradient, without the checks at the start."""
 
     def __enter__(self) -> None:
         self.with_gradient: list[int] = []
@@ -95,7 +95,7 @@ class PassCounter:
 
 
 def adapted_model() -> Any:
-    """With an adapter that has been trained, and dropout that must not matter."""
+    """With a trained adapter, and with dropout, which must have no effect."""
     model = tiny_model()
     torch.manual_seed(1)
     settings = {
@@ -123,7 +123,7 @@ def even(folder: Path) -> dict[str, Any]:
 
 
 def uneven(folder: Path) -> dict[str, Any]:
-    """Rank 1 skips the rows of a dead group, so it has fewer micro-batches."""
+    """Rank 1 skips a zero-variance group, so it has fewer micro-batches."""
     return train(folder, dataset=LIVE_AND_DEAD, batch=4, accumulation=4, **OFF_POLICY)
 
 
@@ -153,7 +153,7 @@ def every_option_with_adapter(folder: Path) -> dict[str, Any]:
 
 
 def all_truncated_on_rank_1(folder: Path) -> dict[str, Any]:
-    """Rank 1 has no row in the loss: neither for the entropy threshold nor for the gradient."""
+    """Rank 1 has no completion in the loss: neither for the entropy threshold nor for the gradient."""
 
     def script(prompt: Any, place: int) -> list[int]:
         return [*scripted_ids(prompt, place)[:6], EOS] if prompt.row < 2 else [7 + place] * 9
@@ -165,7 +165,7 @@ def all_truncated_on_rank_1(folder: Path) -> dict[str, Any]:
 
 
 def group_over_two_ranks(folder: Path, loss_type: str, scale_rewards: str) -> dict[str, Any]:
-    """One group of 4, two completions a rank: 2 tokens each on rank 0, 6 each on rank 1; rewards 0, 1 and 1, 0."""
+    """One group of 4, two completions per rank: 2 tokens each on rank 0, 6 each on rank 1; rewards 0, 1 and 1, 0."""
     completions = [[10, 11], [12, 13], [20, 21, 22, 23, 24, 25], [30, 31, 32, 33, 34, 35]]
     rewards = {tuple(ids): value for ids, value in zip(completions, (0.0, 1.0, 1.0, 0.0), strict=True)}
     return train(
@@ -183,7 +183,7 @@ def real_engine(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """Stopped inside a window and resumed, beside the same run in one go."""
+    """Stopped inside a window and resumed, and the same run without a stop."""
     settings = {"optim": "adamw_torch", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 3, "beta": 0.1}
 
     class Stop(TrainerCallback):
@@ -195,7 +195,7 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def _compared(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The resumed run beside the whole one: weights, and what this rank has written."""
+    """The resumed run and the whole one: weights, and whether their records are the same."""
     whole = real_engine(folder / "whole", **settings)
     parts = real_engine(folder / "parts", resume=True, **settings)
     name = f"completions{f'.rank{RANK}' if RANK else ''}.jsonl"
@@ -204,7 +204,7 @@ def _compared(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def stopped_on_one_rank(folder: Path) -> dict[str, Any]:
-    """SIGTERM comes to rank 1 alone, inside a window; both save and leave, and go on later."""
+    """Only rank 1 receives SIGTERM, inside a window; both ranks save and stop, and are resumed."""
     settings = {"optim": "adamw_torch", "learning_rate": 1e-2}
 
     class Sends(TrainerCallback):
@@ -241,8 +241,7 @@ def full_disk_on_one_rank(folder: Path) -> dict[str, Any]:
 
 
 def logs_on_one_rank(folder: Path) -> dict[str, Any]:
-    """`log_metric` and `log_extra` where a completion of the first prompt is seen, which is rank 0 alone, and not in
-    every rollout (TRL #7310)."""
+    """`log_metric` and `log_extra` on rank 0 only, and not in every rollout (huggingface/trl #7310)."""
     calls: list[int] = []
 
     def reward(
@@ -279,8 +278,8 @@ async def waits(**columns: Any) -> list[float]:
     return reward(**columns)
 
 
-def rewards_beside_scoring(folder: Path) -> dict[str, Any]:
-    """What is computed while rewards are awaited has collectives; rank 1 has no row for it."""
+def overlapped_log_probs(folder: Path) -> dict[str, Any]:
+    """Work that overlaps with pending rewards has collectives; rank 1 has no completion for it."""
 
     def script(prompt: Any, place: int) -> list[int]:
         return [*scripted_ids(prompt, place)[:6], EOS] if prompt.row < 2 else [7 + place] * 9
@@ -292,7 +291,7 @@ def rewards_beside_scoring(folder: Path) -> dict[str, Any]:
 
 
 def engine_error_on_one_rank(folder: Path) -> dict[str, Any]:
-    """What is no error of grupo's own: it stays itself where it was raised, and the other rank hears of it."""
+    """Not a grupo error: the rank that raised it keeps it, and the other rank reports it."""
     return engine_error(folder, row=3, dataset=PROMPTS)
 
 
@@ -301,7 +300,7 @@ def engine_error_in_a_late_round(folder: Path) -> dict[str, Any]:
     return engine_error(folder, row=6, dataset=WITH_DEAD, dynamic_sampling=True, max_steps=1)
 
 
-def engine_error_before_scoring(folder: Path) -> dict[str, Any]:
+def engine_error_before_log_probs(folder: Path) -> dict[str, Any]:
     return engine_error(folder, row=3, dataset=PROMPTS, reward_funcs=waits, beta=0.1)
 
 
@@ -320,7 +319,7 @@ def engine_error(folder: Path, *, row: int, **settings: Any) -> dict[str, Any]:
 
 
 def nan_on_one_rank(folder: Path) -> dict[str, Any]:
-    """The gradient of rank 1 alone is NaN: both ranks drop it, and both stop at the second time."""
+    """Only rank 1 has NaN gradients: both ranks drop the step, and both stop the second time."""
     model = tiny_model()
     if RANK == 1:
         model.lm_head.weight.register_hook(lambda gradient: gradient * float("nan"))
@@ -347,7 +346,7 @@ def evaluated(folder: Path) -> dict[str, Any]:
     return outcome
 
 
-# Of the first window, B is dead on rank 0 and D on rank 1; E, which replaces B, has to be replaced again.
+# In the first window, B on rank 0 and D on rank 1 have zero variance; E, which replaces B, is replaced again.
 WITH_DEAD = [
     {"prompt": letter, "dead": letter.isupper(), "level": index // 6} for index, letter in enumerate("aBcDEfghIjkl")
 ]
@@ -362,7 +361,7 @@ def replaced_groups(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def chosen_completions(folder: Path, **settings: Any) -> dict[str, Any]:
-    """The chosen two of four may all be on one rank, also among the rows that are scored before the update."""
+    """The selected two of four may all be on one rank, also for the log-probs that are computed before the update."""
     dataset = [row for row in WITH_DEAD if not row["dead"]]
     return train(
         folder, dataset=dataset, num_generations_trained=2, beta=0.1, **{**OFF_POLICY, "max_steps": 6, **settings}
@@ -370,7 +369,7 @@ def chosen_completions(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def all_signal_resumed(folder: Path) -> dict[str, Any]:
-    """Stopped inside a window and resumed, beside the same run in one go."""
+    """Stopped inside a window and resumed, and the same run without a stop."""
     settings: dict[str, Any] = {
         "script": None, "batch": 8, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-2, "beta": 0.1,
         "save_strategy": "steps", "save_steps": 3, "num_generations_trained": 2, **CURRICULUM,
@@ -391,6 +390,7 @@ def pass_rates(folder: Path) -> dict[str, Any]:
     return {"rates": estimate_pass_rates(trainer, PROMPTS[:3], samples=3)}
 
 
+GROUPS_OVER_TWO_RANKS = (("grpo", "batch"), ("dapo", "group"))
 Scenario = Callable[[Path], dict[str, Any]]
 SCENARIOS: dict[str, Scenario] = {
     "even": even,
@@ -405,14 +405,13 @@ SCENARIOS: dict[str, Scenario] = {
         f"group over two ranks, {loss_type}, {scale}": lambda folder, loss=loss_type, scale=scale: group_over_two_ranks(
             folder, loss, scale
         )
-        for loss_type in ("grpo", "dapo", "dr_grpo")
-        for scale in ("group", "batch")
+        for loss_type, scale in GROUPS_OVER_TWO_RANKS
     },
     "real engine": real_engine,
     "real engine with adapter": lambda folder: real_engine(
         folder, model=adapted_model(), beta=0.1, learning_rate=0.005
     ),
-    "rewards beside scoring": rewards_beside_scoring,
+    "overlapped log-probs": overlapped_log_probs,
     "resumed": resumed,
     "stopped on one rank": stopped_on_one_rank,
     "full disk on one rank": full_disk_on_one_rank,
@@ -436,13 +435,13 @@ SCENARIOS: dict[str, Scenario] = {
     "failed rewards on one rank": failed_rewards_on_one_rank,
     "engine error on one rank": engine_error_on_one_rank,
     "engine error in a late round": engine_error_in_a_late_round,
-    "engine error before scoring": engine_error_before_scoring,
+    "engine error before log-probs": engine_error_before_log_probs,
     "nan on one rank": nan_on_one_rank,
 }
 
 
 def run_scenario(name: str, folder: Path) -> dict[str, Any]:
-    """What this rank saw; `error` is the message of an error that ended the run, after `seconds`."""
+    """Records of this rank; `error` is the message of an error that ended the run, after `seconds`."""
     started = time.monotonic()
     try:
         return SCENARIOS[name](folder / name)

@@ -28,16 +28,16 @@ from tiny_trainer import EOS, TOKENIZER, Spy, distance, gradients, make_trainer,
 
 
 def rows(text: str) -> list[dict[str, Any]]:
-    """One prompt per letter; capitals are dead: all their completions get one reward."""
+    """One prompt per letter; groups of capital letters have zero variance."""
     return [{"prompt": letter, "dead": letter.isupper()} for letter in text]
 
 
 def prompts_of(samples: Any, group_size: int = 4) -> str:
-    """The letter of each group's prompt, in order of the slots."""
+    """The letter of each group's prompt, in order of the groups."""
     letters = TOKENIZER.decode([sample.prompt_ids[0] for sample in samples])
     assert len(letters) == len(samples)
     groups = [set(letters[start : start + group_size]) for start in range(0, len(letters), group_size)]
-    assert all(len(group) == 1 for group in groups), "a slot holds one group"
+    assert all(len(group) == 1 for group in groups), "completion indices of one group have one prompt"
     return "".join(group.pop() for group in groups)
 
 
@@ -59,11 +59,11 @@ def groups_in(folder: Path) -> list[dict[str, Any]]:
 # ---- dynamic sampling ------------------------------------------------------------------------------------------------
 
 DYNAMIC = {"dynamic_sampling": True}
-# The window is aBcD. B and D make room for E and f, E for g.
+# The window is aBcD. B and D are replaced by E and f, and E by g.
 MIXED = rows("aBcDEfgh")
 
 
-def test_groups_without_a_signal_make_room_for_others(tmp_path: Path) -> None:
+def test_zero_variance_groups_are_replaced(tmp_path: Path) -> None:
     trainer, spy = trained(tmp_path, dataset=MIXED, **DYNAMIC)
     assert prompts_of(spy.steps[0].samples) == "agcf"
     assert all(sample.group_has_signal for sample in spy.steps[0].samples)
@@ -85,10 +85,10 @@ def test_everything_that_was_sampled_is_recorded_and_counted(tmp_path: Path) -> 
     assert line["reward"] == pytest.approx(sum(c["reward"] for c in completions) / len(completions))
     assert line["frac_reward_zero_std"] == pytest.approx(3 / 7)
     assert line["completions/mean_length"] == pytest.approx(sum(c["tokens"] for c in completions) / len(completions))
-    assert line["num_tokens"] == sum(c["tokens"] + 1 for c in completions), "each with its prompt of one token"
+    assert line["num_tokens"] == sum(c["tokens"] + 1 for c in completions), "completions and prompts of one token each"
 
 
-def test_what_is_dead_after_the_last_round_stays_in(tmp_path: Path) -> None:
+def test_zero_variance_groups_stay_after_the_last_round(tmp_path: Path) -> None:
     trainer, spy = trained(tmp_path, dataset=MIXED, **DYNAMIC, dynamic_sampling_max_rounds=1)
     assert prompts_of(spy.steps[0].samples) == "aEcf"
     (line,) = training_logs(trainer)
@@ -96,7 +96,7 @@ def test_what_is_dead_after_the_last_round_stays_in(tmp_path: Path) -> None:
 
 
 def test_data_without_any_signal_end_after_the_last_round(tmp_path: Path) -> None:
-    """Replacements go on into the next epochs, with new ids and so with new answers."""
+    """Replacements continue into the next epochs, with new ids and therefore new completions."""
     trainer, spy = trained(tmp_path, dataset=rows("ABCDEF"), **DYNAMIC)
     assert all(not gradient.any() for gradient in spy.steps[0].gradients.values())
     assert [group["prompt_id"] for group in groups_in(tmp_path)] == [12, 13, 14, 15, *range(12)]
@@ -119,8 +119,8 @@ def without_clock(line: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if not name.startswith(names)}
 
 
-def test_without_dead_groups_nothing_changes(tmp_path: Path) -> None:
-    """Over several epochs, of which each leaves one prompt over."""
+def test_without_zero_variance_groups_nothing_changes(tmp_path: Path) -> None:
+    """Over several epochs with one leftover prompt each."""
     settings = {
         "dataset": rows("abcdefg"), "per_device_train_batch_size": 8, "max_steps": 8, "shuffle_dataset": True,
     }  # fmt: skip
@@ -133,7 +133,7 @@ def test_without_dead_groups_nothing_changes(tmp_path: Path) -> None:
     assert groups_in(tmp_path / "dynamic") == groups_in(tmp_path / "plain")
 
 
-def test_a_group_that_the_mask_empties_has_no_signal(tmp_path: Path) -> None:
+def test_a_fully_masked_group_counts_as_zero_variance(tmp_path: Path) -> None:
     """Its rewards differ, but all its completions are truncated and left out of the loss."""
 
     def script(prompt: Any, place: int) -> list[int]:
@@ -150,7 +150,7 @@ def test_a_group_that_the_mask_empties_has_no_signal(tmp_path: Path) -> None:
 
 
 def test_failed_rewards_count_over_all_rounds(tmp_path: Path) -> None:
-    """A replacement of which half fails is an eighth of what was sampled: no reason to stop."""
+    """Failures of half a replacement are a tenth of everything that was sampled."""
 
     def failing(completion_ids: list[list[int]], prompts: list[str], dead: list[bool], **_: Any) -> list[float]:
         values = reward(completion_ids, dead)
@@ -166,8 +166,8 @@ def test_failed_rewards_count_over_all_rounds(tmp_path: Path) -> None:
         trained(tmp_path / "b", **settings, max_failed_reward_share=0.09)
 
 
-def test_columns_that_rewards_log_stay_beside_their_completions(tmp_path: Path) -> None:
-    """`log_extra` in the second round only, and the table holds what is trained on."""
+def test_logged_columns_stay_with_their_completions(tmp_path: Path) -> None:
+    """`log_extra` is called in the second round only; the table has the completions that are trained on."""
     calls: list[int] = []
 
     def logging(prompts: list[str], completion_ids: list[list[int]], dead: list[bool], log_extra: Any, log_metric: Any,
@@ -196,19 +196,19 @@ def test_columns_that_rewards_log_stay_beside_their_completions(tmp_path: Path) 
 # ---- training on the completions that vary most ----------------------------------------------------------------------
 
 
-class Scored:
-    """The completions that the logprob_model sees, with and without gradient."""
+class Computed:
+    """Completions whose log-probs are computed, with and without gradient."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.with_gradient: list[tuple[int, ...]] = []
         self.without: list[tuple[int, ...]] = []
-        score = LogprobModel.logprobs
+        logprobs = LogprobModel.logprobs
 
         def spying(logprob_model: Any, model: Any, batch: Any, **keywords: Any) -> Any:
             seen = self.with_gradient if torch.is_grad_enabled() else self.without
             lengths = batch.completion_mask.sum(1).tolist()
             seen += [tuple(ids[:n]) for ids, n in zip(batch.completion_ids.tolist(), lengths, strict=True)]
-            return score(logprob_model, model, batch, **keywords)
+            return logprobs(logprob_model, model, batch, **keywords)
 
         monkeypatch.setattr(LogprobModel, "logprobs", spying)
 
@@ -216,9 +216,9 @@ class Scored:
 LIVE = rows("abcd")
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", "gspo"])
-def test_the_gradient_is_that_of_the_chosen_completions_alone(tmp_path: Path, loss_type: str) -> None:
-    """Advantages over all four of a group, numerators and denominators over the two with most variance."""
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_gradient_is_that_of_the_selected_completions(tmp_path: Path, loss_type: str) -> None:
+    """Advantages are computed over all four of a group, the loss over the two with the largest variance."""
     _, whole = trained(tmp_path / "whole", dataset=LIVE, loss_type=loss_type)
     _, spy = trained(tmp_path / "two", dataset=LIVE, loss_type=loss_type, num_generations_trained=2)
     all_samples, samples = whole.steps[0].samples, spy.steps[0].samples
@@ -235,17 +235,17 @@ def test_the_gradient_is_that_of_the_chosen_completions_alone(tmp_path: Path, lo
     assert distance(spy.steps[0].gradients, whole.steps[0].gradients) > 0.1
 
 
-def test_what_is_not_chosen_is_never_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for its gradient, nor for the log-probs of the reference and of the start of the window."""
-    scored = Scored(monkeypatch)
+def test_other_completions_are_never_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the gradient nor for the log-probs of the reference and of the start of the window."""
+    computed = Computed(monkeypatch)
     settings = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "num_generations_trained": 2}
     _, spy = trained(tmp_path, dataset=LIVE, **settings)
     chosen = sorted(sample.completion_ids for sample in spy.steps[0].samples if sample.has_loss)
     assert len(chosen) == 8
-    assert sorted(scored.with_gradient) == sorted(2 * chosen)
-    # The logprob_model's check at the start scores tokens of its own.
+    assert sorted(computed.with_gradient) == sorted(2 * chosen)
+    # The check at the start computes log-probs of tokens of its own.
     sampled = {sample.completion_ids for sample in spy.steps[0].samples}
-    assert set(scored.without) & sampled == set(chosen) < sampled
+    assert set(computed.without) & sampled == set(chosen) < sampled
     assert all(sample.old_logprobs and sample.reference_logprobs for sample in spy.steps[0].samples)
 
 
@@ -253,12 +253,12 @@ def test_metrics_are_those_of_all_completions(tmp_path: Path) -> None:
     whole, _ = trained(tmp_path / "whole", dataset=LIVE)
     subset, _ = trained(tmp_path / "subset", dataset=LIVE, num_generations_trained=2)
     for name, value in training_logs(whole)[0].items():
-        if name.startswith(("reward", "completions/", "live", "num_tokens")):
+        if name.startswith(("reward", "completions/", "frac_", "num_tokens")):
             assert training_logs(subset)[0][name] == value
     assert training_logs(subset)[0]["effective_tokens"] < training_logs(whole)[0]["effective_tokens"]
 
 
-def test_unknown_and_masked_completions_are_never_chosen(tmp_path: Path) -> None:
+def test_unknown_and_masked_completions_are_never_selected(tmp_path: Path) -> None:
     def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         return [None, 9.0, 0.0, 1.0] * (len(completion_ids) // 4)
 
@@ -300,7 +300,7 @@ def test_training_starts_with_the_easy_prompts(tmp_path: Path) -> None:
 
 
 def test_replaced_groups_count_for_the_success_rate(tmp_path: Path) -> None:
-    """Measured on live groups alone, a level that is fully mastered would never have a rate at all."""
+    """Otherwise a level that is fully mastered would have no success rate."""
     data = [{"prompt": letter, "level": level} for letter, level in zip("abcdefgh", LEVELS, strict=True)]
     trainer, _ = trained(
         tmp_path, dataset=data, reward_funcs=lambda completion_ids, **_: [1.0] * len(completion_ids),
@@ -313,20 +313,17 @@ def test_replaced_groups_count_for_the_success_rate(tmp_path: Path) -> None:
 # ---- resumed runs ----------------------------------------------------------------------------------------------------
 
 RESUMED = {
-    "dynamic sampling": (3, DYNAMIC),
-    "dynamic sampling inside a window": (3, {"num_iterations": 2, **DYNAMIC}),
     "dynamic sampling, two rollouts a step": (
         2, {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8, **DYNAMIC}
     ),
-    "a curriculum inside a window": (3, {"num_iterations": 2, "curriculum_column": "level"}),
-    "all of it": (
+    "everything, inside a window": (
         3, {"num_iterations": 2, "beta": 0.1, "curriculum_column": "level", "num_generations_trained": 2, **DYNAMIC}
     ),
 }  # fmt: skip
 
 
 def real_run(folder: Path, *, stop_after: int | None = None, resume: Any = None, **settings: Any) -> Any:
-    """The model itself samples; every third prompt is dead."""
+    """The model itself samples; every third prompt has zero variance."""
 
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -369,7 +366,7 @@ def test_a_resumed_run_is_the_run_that_was_interrupted(tmp_path: Path, name: str
     assert groups_in(tmp_path / "parts") == groups_in(tmp_path / "whole")
 
 
-def test_a_second_call_of_train_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_second_call_of_train_starts_a_new_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, dataset=MIXED, **DYNAMIC)
     trainer.train()
     first = [group["prompt_id"] for group in groups_in(tmp_path)]

@@ -1,4 +1,4 @@
-"""Two gloo processes through the real trainer give what one process gives on the same global batch.
+"""Two gloo processes through the real trainer give the results of one process on the same global batch.
 
 One launch of `two_ranks_worker.py` runs all scenarios; each test compares one of them with the same scenario here.
 """
@@ -39,7 +39,7 @@ COMPARED = (
     "every option",
     "every option with adapter",
     "all truncated on rank 1",
-    "rewards beside scoring",
+    "overlapped log-probs",
     "real engine",
     "real engine with adapter",
     *(name for name in two_ranks_worker.SCENARIOS if name.startswith("group over two ranks")),
@@ -49,7 +49,7 @@ COMPARED = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both ranks left their files."""
+    """Folder with the files of both ranks."""
     target = tmp_path_factory.mktemp("two_ranks")
     tests = Path(__file__).parents[1] / "support"
     paths = [str(tests), *(path for path in sys.path if path)]
@@ -90,7 +90,7 @@ def both(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def training_logs(outcome: dict[str, Any]) -> list[dict[str, float]]:
-    """Without what the clock says, and without padding and the tokens computed, which depend on the cut."""
+    """Without timings, and without padding and computed tokens, which depend on the micro-batches."""
     clock = ("time/", "step_time", "tokens_per_second", "padding_share", "computed_tokens")
     return [
         {name: value for name, value in log.items() if not name.startswith(clock)}
@@ -112,13 +112,13 @@ def test_gradients_weights_and_metrics_equal_those_of_one_process(folder: Path, 
         assert here == pytest.approx(there, rel=1e-3, abs=1e-5)
 
 
-def test_the_scenarios_are_what_they_say(folder: Path) -> None:
-    """Uneven passes, uneven tokens, a rank without rows: else the comparison above would prove little."""
+def test_the_scenarios_are_uneven(folder: Path) -> None:
+    """Uneven micro-batches and tokens, and a rank without samples: otherwise the comparison would prove little."""
     first, second = both(folder, "uneven")
     rows = [sum(outcome["passes"]) for outcome in (first, second)]
     tokens = [sum(len(s["completion_ids"]) for s in outcome["samples"][0]) for outcome in (first, second)]
     assert rows[0] > rows[1] > 0 and len(set(tokens)) == 2
-    assert len(first["passes"]) == len(second["passes"]), "ranks make the same number of passes, or they would hang"
+    assert len(first["passes"]) == len(second["passes"]), "ranks with different numbers of passes would hang"
     first, second = both(folder, "one rank without gradient")
     assert sum(first["passes"]) > 0 and sum(second["passes"]) == 0
     first, second = both(folder, "all truncated on rank 1")
@@ -135,8 +135,7 @@ def test_a_step_without_any_signal_has_zero_gradients_on_both_ranks(folder: Path
             assert torch.equal(tensor, alone["weights"][name])
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize("loss_type, scale", two_ranks_worker.GROUPS_OVER_TWO_RANKS)
 def test_a_group_on_two_ranks_has_the_advantages_of_the_whole_group(folder: Path, loss_type: str, scale: str) -> None:
     """Rewards 0, 1 and 1, 0: Bessel's standard deviation of the four is 0.577 (NousResearch/torchtitan PR #69)."""
     outcomes = both(folder, f"group over two ranks, {loss_type}, {scale}")
@@ -149,7 +148,7 @@ def test_a_group_on_two_ranks_has_the_advantages_of_the_whole_group(folder: Path
 
 
 def test_groups_are_replaced_on_both_ranks(folder: Path) -> None:
-    """Else the comparison above would prove little: a round with nothing to sample on one rank, chosen rows on one."""
+    """A round without prompts on one rank, and selected completions on one rank only."""
     first, second = both(folder, "replaced groups")
     prompts = [[sample["prompt_ids"] for sample in outcome["samples"][0]] for outcome in (first, second)]
     assert [len(set(of_rank)) for of_rank in prompts] == [2, 2]
@@ -205,7 +204,7 @@ def test_ranks_decide_together_when_to_stop(folder: Path) -> None:
         assert outcome["same_records"]
 
 
-def test_a_checkpoint_that_one_rank_cannot_write_is_none_for_all(folder: Path) -> None:
+def test_a_checkpoint_that_one_rank_cannot_write_is_discarded(folder: Path) -> None:
     first, second = both(folder, "full disk on one rank")
     assert first["while writing"] == [[], ["checkpoint-1"], ["checkpoint-1"]]
     assert second["while writing"] == [[], ["checkpoint-1"]]
@@ -213,7 +212,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_none_for_all(folder: Path) -
 
 
 def test_logging_on_one_rank_alone_is_no_deadlock(folder: Path) -> None:
-    """TRL #7310. The values are those of the calls that logged, and both ranks log the same."""
+    """huggingface/trl #7310. The values are those of the calls that logged, and both ranks log the same."""
     outcomes = both(folder, "logs on one rank")
     for outcome in outcomes:
         (log,) = training_logs(outcome)
@@ -242,7 +241,7 @@ def test_an_error_of_one_rank_ends_both_with_its_message(folder: Path, name: str
 
 @pytest.mark.parametrize(
     ("name", "rank"),
-    [("engine error on one rank", 1), ("engine error in a late round", 0), ("engine error before scoring", 1)],
+    [("engine error on one rank", 1), ("engine error in a late round", 0), ("engine error before log-probs", 1)],
 )
 def test_an_error_of_the_engine_on_one_rank_ends_the_other(folder: Path, name: str, rank: int) -> None:
     outcomes = both(folder, name)
@@ -275,7 +274,7 @@ def test_rank_files_hold_every_completion_once(folder: Path) -> None:
     assert set(counts.values()) == {4} and len(counts) == 8
 
 
-def test_the_command_line_speaks_once_and_shares_the_evaluation(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_command_line_prints_once_and_shares_the_evaluation(tmp_path: Path, monkeypatch: Any) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
@@ -311,7 +310,7 @@ def test_the_command_line_speaks_once_and_shares_the_evaluation(tmp_path: Path, 
 
 
 def test_the_supervised_phase_is_that_of_one_process(tmp_path: Path) -> None:
-    """On the same demonstrations in the same order, where they fill the batches of both processes."""
+    """On the same demonstrations in the same order, if they fill the batches of both processes."""
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
 

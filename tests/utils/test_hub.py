@@ -35,7 +35,9 @@ def hub_client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[
     """Replaces what the Hub's client receives."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     hub._answers.cache_clear()
-    yield lambda answer: set_client_factory(lambda: httpx.Client(transport=httpx.MockTransport(answer)))
+    yield lambda answer: set_client_factory(
+        lambda: httpx.Client(transport=httpx.MockTransport(answer), follow_redirects=True)
+    )
     hub._answers.cache_clear()
     close_session()
     set_client_factory(default_client_factory)

@@ -55,8 +55,7 @@ from grupo.rewards.verifiers.math import (
     number_match,
     reasoning_accuracy_reward,
 )
-from grupo.rewards.verifiers.math_verify import MathVerify
-from grupo.rewards.verifiers.numeric_equivalence import NumericCheck
+from grupo.rewards.verifiers.math_verify import MathVerify, NumericCheck
 from grupo.rewards.verifiers.puzzles import countdown, number_list, reasoning_gym
 
 __all__ = [

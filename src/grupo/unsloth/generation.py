@@ -22,7 +22,7 @@ from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.sampling import SamplingOverrides, SamplingParams, SamplingSpec, sampling_overrides
 from grupo.types import Completion, Prompt
-from grupo.utils.quantized_layers import modes_restored
+from grupo.utils.quantized_layers import evaluation_mode, modes_restored
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _generate(model: Any, prompts: Any, sampling_params: Any, lora_request: Any,
         )
     if isinstance(prompts, torch.Tensor):
         tensors["input_ids"] = prompts
-    with _with_adapter(model, lora_request) as policy:
+    with _with_adapter(model, lora_request) as policy, evaluation_mode(policy):
         return policy.generate(**tensors)
 
 

@@ -298,9 +298,12 @@ def test_a_broken_reward_does_not_hide_the_others(fault: str) -> None:
 
 
 def test_the_same_faults_are_found_in_conversations() -> None:
-    for fault, rewards, others in PLANTED:
-        if fault not in ("timeout", "slow"):
-            assert fault in (found := checked(rewards, TALKS)).names and set(found.names) <= {fault, *others}, found
+    """One planted reward of each fault; what differs between texts and messages does not depend on the reward."""
+    first = {
+        fault: (rewards, others) for fault, rewards, others in reversed(PLANTED) if fault not in ("timeout", "slow")
+    }
+    for fault, (rewards, others) in first.items():
+        assert fault in (found := checked(rewards, TALKS)).names and set(found.names) <= {fault, *others}, found
 
 
 def test_saturation_is_seen_in_what_a_model_writes() -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -49,6 +48,10 @@ def run(
         columns=columns or {},
         **rest,
     )
+
+
+def score_one(rewards: RewardRunner) -> RewardTable:
+    return rewards.score(prompts=["p"], completions=["c"], completion_ids=[[1]], columns={})
 
 
 def returning(value: Any) -> Callable[..., Any]:
@@ -126,11 +129,6 @@ def test_what_can_never_be_right_names_function_and_counts(value: Any, message: 
         run([returning(PLAIN), returning(value)][1:])
 
 
-def test_the_one_row_array_is_refused_too() -> None:
-    with pytest.raises(RewardError, match=r"shape \(1, 1\)"):
-        run(returning(np.ones((1, 1))), count=1)
-
-
 def test_a_plain_function_that_returns_a_coroutine_is_told_about_async() -> None:
     async def judge(**columns: Any) -> list[float]:
         return [1.0] * 8
@@ -148,8 +146,9 @@ def test_nothing_to_score_needs_no_columns() -> None:
     def needs(completions: list[str], answer: list[int]) -> list[float]:
         raise AssertionError
 
-    table = run(needs, count=0)
-    assert table.scores == [] and table.failures == () and table.names == ("needs",)
+    seen: list[int] = []
+    table = run(needs, count=0, while_waiting=lambda: seen.append(1))
+    assert table.scores == [] == table.statuses and table.failures == () and table.names == ("needs",) and seen
 
 
 def test_none_abstains_and_is_no_failure() -> None:
@@ -177,20 +176,31 @@ def test_an_exception_fails_the_function_and_not_the_others() -> None:
         raise KeyError("gold")
 
     table = run([broken, returning([1.0, 0.0])], count=2)
-    assert table.scores == [(None, 1.0), (None, 0.0)]
-    assert table.statuses == [(FAILED, SCORED)] * 2
+    assert table.scores == [(None, 1.0), (None, 0.0)] and table.statuses == [(FAILED, SCORED)] * 2
     (failure,) = table.failures
     assert (failure.name, failure.kind, failure.indices) == ("broken", "exception", (0, 1))
     assert "KeyError: 'gold'" in failure.message
     assert 'raise KeyError("gold")' in failure.traceback and "execution/calls.py" not in failure.traceback
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
 @pytest.mark.parametrize("timeout", [None, 20.0])
-def test_exit_in_a_reward_is_a_failure_and_not_the_end_of_the_run(timeout: float | None) -> None:
+def test_any_exception_is_a_failure_and_not_the_end_of_the_run(timeout: float | None) -> None:
+    """A thread that died of an exception would be waited for, and be called a time-out."""
+
     def exits(**columns: Any) -> None:
         sys.exit(3)
 
-    assert "SystemExit: 3" in run(exits, timeout=timeout).failures[0].message
+    def raises(**columns: Any) -> Any:
+        raise Unspeakable
+
+    exit_, unspeakable = run([exits, raises], timeout=timeout).failures
+    assert exit_.kind == unspeakable.kind == "exception" and "SystemExit: 3" in exit_.message
+    assert "Unspeakable: its message cannot be shown" in unspeakable.message
 
 
 def test_a_function_that_does_not_return_is_left_behind_and_named() -> None:
@@ -215,6 +225,7 @@ def test_a_function_that_does_not_return_is_left_behind_and_named() -> None:
 def test_asynchronous_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LOOP_GRACE", 0.3)
     release = threading.Event()
+    calls: list[int] = []
 
     async def slow(**columns: Any) -> list[float]:
         await asyncio.sleep(20)
@@ -227,25 +238,18 @@ def test_asynchronous_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
     async def good(**columns: Any) -> list[float]:
         return [1.0]
 
-    calls = []
-
     async def blocks_once(**columns: Any) -> list[float]:
         calls.append(1)
         if len(calls) == 1:
             release.wait(20)
         return [1.0]
 
-    rewards = RewardRunner([slow, own_timeout, good], timeout=0.3)
-    arguments: dict[str, Any] = {"prompts": ["p"], "completions": ["c"], "completion_ids": [[1]], "columns": {}}
-    table = rewards.score(**arguments)
+    table = run([slow, own_timeout, good], count=1, timeout=0.3)
     assert table.statuses == [(FAILED, FAILED, SCORED)]
-    assert [(failure.name, failure.kind) for failure in table.failures] == [
-        ("slow", "timeout"),
-        ("own_timeout", "exception"),
-    ]
+    assert [(one.name, one.kind) for one in table.failures] == [("slow", "timeout"), ("own_timeout", "exception")]
     blocked = RewardRunner([blocks_once], timeout=0.2)
-    assert blocked.score(**arguments).failures[0].kind == "timeout"
-    assert blocked.score(**arguments).scores == [(1.0,)]
+    assert score_one(blocked).failures[0].kind == "timeout"
+    assert score_one(blocked).scores == [(1.0,)]
     release.set()
 
 
@@ -310,13 +314,8 @@ def test_every_keyword_arrives_as_one_list_per_completion() -> None:
     columns = {"gold": [1, 2], "level": ["a", "b"], "meta": [{"id": 1}, {"id": 2}]}
     run(capture, count=2, columns=columns, trainer_state="state", prompt_texts=["<p0>", "<p1>"])
     assert callable(seen.pop("log_extra")) and callable(seen.pop("log_metric"))
-    assert seen == {
-        "prompts": ["p0", "p1"],
-        "completions": ["c0", "c1"],
-        "completion_ids": [[0], [1]],
-        "trainer_state": "state",
-        **columns,
-    }
+    lists = {"prompts": ["p0", "p1"], "completions": ["c0", "c1"], "completion_ids": [[0], [1]]}
+    assert seen == {**lists, "trainer_state": "state", **columns}
 
 
 def test_functions_without_double_star_get_what_they_name() -> None:
@@ -334,8 +333,11 @@ def test_functions_without_double_star_get_what_they_name() -> None:
     assert table.scores == [(3.0, 0.0, 1.0), (4.0, 0.0, 2.0)]
 
 
-def test_a_missing_column_names_function_parameter_and_columns() -> None:
+def test_columns_that_are_missing_reserved_or_positional_are_reported() -> None:
     def picks(completions: list[str], gold: list[int], **columns: Any) -> list[float]:
+        return [0.0]
+
+    def positional(completions: list[str], /, **columns: Any) -> list[float]:
         return [0.0]
 
     rewards = RewardRunner([returning([0.0]), picks])
@@ -344,20 +346,11 @@ def test_a_missing_column_names_function_parameter_and_columns() -> None:
         rewards.check_columns(["level", "answer"])
     with pytest.raises(RewardError, match="'picks' requires 'gold'"):
         run(picks, count=1)
-
-
-def test_reserved_column_names_are_reported() -> None:
     check_column_names(["gold", "answer"])
     with pytest.raises(DataError, match="'completions', 'log_metric'"):
         check_column_names(["log_metric", "completions", "gold"])
     with pytest.raises(DataError, match="'prompts'"):
-        RewardRunner(returning([])).check_columns(["prompts"])
-
-
-def test_positional_only_parameters_are_refused_at_once() -> None:
-    def positional(completions: list[str], /, **columns: Any) -> list[float]:
-        return [0.0]
-
+        rewards.check_columns(["prompts"])
     with pytest.raises(RewardError, match="'positional' takes 'completions' by position only"):
         RewardRunner(positional)
 
@@ -384,12 +377,6 @@ def test_functions_share_no_mutable_state_with_each_other_or_the_caller() -> Non
     assert seen == [before, before]
     assert (str(messages), str(completions), str(ids), str(columns["meta"])) == before
     assert functions == [spoils, spoils]
-
-
-def test_the_same_list_returned_twice_is_two_columns() -> None:
-    shared = [1.0, 0.0]
-    assert run([returning(shared), returning(shared)], count=2).scores == [(1.0, 1.0), (0.0, 0.0)]
-    assert shared == [1.0, 0.0]
 
 
 # Kinds of functions: TRL PR 6313
@@ -454,8 +441,7 @@ def test_asynchronous_functions_run_together_on_one_lasting_loop() -> None:
 
     rewards = RewardRunner([waits_for_the_other, waits_for_the_other], timeout=20)
     for _ in range(2):
-        table = rewards.score(prompts=["p"], completions=["c"], completion_ids=[[1]], columns={})
-        assert table.scores == [(1.0, 1.0)]
+        assert score_one(rewards).scores == [(1.0, 1.0)]
     assert len(set(loops)) == 1
 
 
@@ -509,19 +495,13 @@ def test_the_order_in_which_functions_finish_shows_nowhere() -> None:
 
         return graded
 
-    tables = []
     for delays in ([0.0, 0.05, 0.1, 0.15], [0.15, 0.1, 0.05, 0.0]):
-        tables.append(run([finishing(place, delay) for place, delay in enumerate(delays)], count=1))
-        table = tables[-1]
-        assert table.metrics["shared"] == [0.0, 1.0, 3.0] and list(table.metrics) == [
-            "shared",
-            "own/0",
-            "own/1",
-            "own/3",
-        ]
+        table = run([finishing(place, delay) for place, delay in enumerate(delays)], count=1)
+        assert table.scores == [(0.0, 1.0, None, None)]
+        assert table.metrics["shared"] == [0.0, 1.0, 3.0]
+        assert list(table.metrics) == ["shared", "own/0", "own/1", "own/3"]
         assert list(table.extras) == ["parsed", "graded_2/parsed", "graded_4/parsed"]
         assert [failure.name for failure in table.failures] == ["graded_3", "graded_4"]
-    assert tables[0].scores == tables[1].scores == [(0.0, 1.0, None, None)]
 
 
 class Crowd:
@@ -671,51 +651,17 @@ def test_unusable_logging_is_an_error_at_once(call: Any, message: str) -> None:
 # What is no reward function
 
 
-@pytest.mark.parametrize(
-    ("functions", "message"),
-    [
-        ([], "empty"),
-        ([None], "cannot be called"),
-        ([Graded], "the class Graded"),
-        ([functools.partial(Graded, a=1)], "the class Graded"),
-        ([5], "cannot be called"),
-    ],
-)
-def test_what_cannot_be_called_is_refused(functions: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RewardRunner(functions)
+def test_what_cannot_be_called_is_refused() -> None:
+    a_class = "the class Graded"
+    for functions, message in [
+        *(([], "empty"), ([None], "cannot be called"), ([5], "cannot be called")),
+        *(([Graded], a_class), ([functools.partial(Graded, a=1)], a_class)),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            RewardRunner(functions)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf])
 def test_a_timeout_that_cannot_be_met_is_refused(timeout: float) -> None:
     with pytest.raises(ConfigError, match="seconds above 0"):
         RewardRunner(returning(PLAIN), timeout=timeout)
-
-
-def test_no_completions_no_calls() -> None:
-    def never(**columns: Any) -> list[float]:
-        raise AssertionError
-
-    table = run(never, count=0)
-    assert table.scores == [] and table.statuses == [] and table.failures == ()
-
-
-def test_builtins_and_bound_methods() -> None:
-    namespace = types.SimpleNamespace(rewards=lambda completions: [1.0] * len(completions))
-    assert run(namespace.rewards, count=1).scores == [(1.0,)]
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no")
-
-
-@pytest.mark.parametrize("timeout", [5.0, None])
-def test_an_exception_that_cannot_be_shown_is_one_all_the_same(timeout: float | None) -> None:
-    """A thread that died of it would be waited for, and be called a time-out."""
-
-    def raising(**columns: Any) -> Any:
-        raise Unspeakable
-
-    (failure,) = run(raising, timeout=timeout).failures
-    assert failure.kind == "exception" and "Unspeakable: its message cannot be shown" in failure.message

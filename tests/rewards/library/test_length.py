@@ -33,7 +33,7 @@ def test_soft_overlong_punishment_equals_trl(ids: list[list[int]], longest: int,
     cache = min(cache, longest)
     mine = ours.get_soft_overlong_punishment(longest, cache)
     theirs = trl.get_soft_overlong_punishment(longest, cache)
-    assert mine(completion_ids=ids) == theirs(completion_ids=ids)
+    assert mine(ids) == theirs(ids)  # by position, as in TRL's examples
     assert mine.__name__ == theirs.__name__
 
 
@@ -41,7 +41,7 @@ def test_soft_overlong_punishment_equals_trl(ids: list[list[int]], longest: int,
 @given(IDS, st.integers(1, 5), st.floats(-2, 0))
 def test_repetition_penalty_equals_trl(ids: list[list[int]], size: int, penalty: float) -> None:
     mine, theirs = ours.get_repetition_penalty_reward(size, penalty), trl.get_repetition_penalty_reward(size, penalty)
-    assert mine(completion_ids=ids) == pytest.approx(theirs(completion_ids=ids), abs=1e-12)
+    assert mine(ids) == pytest.approx(theirs(ids), abs=1e-12)
     assert mine.__name__ == theirs.__name__
 
 
@@ -54,7 +54,8 @@ def test_cosine_scaling_equals_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in ({}, {"min_value_wrong": -3.0, "max_value_wrong": 0.0, "max_value_correct": 2.0}):
         mine = ours.get_cosine_scaled_reward(100, **arguments)
         theirs = trl.get_cosine_scaled_reward(100, **arguments)
-        expected = theirs(completions, solution=solutions, completion_ids=ids)
+        expected = theirs(completions, solutions, ids)
+        assert mine(completions, solutions, ids) == pytest.approx(expected, abs=1e-12)
         assert mine(completions, solution=solutions, completion_ids=ids) == pytest.approx(expected, abs=1e-12)
         assert mine.__name__ == theirs.__name__
 

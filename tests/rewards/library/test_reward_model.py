@@ -237,43 +237,30 @@ def test_what_is_not_a_reward_model_is_refused(saved: Path, tmp_path: Path) -> N
 
 
 def test_a_run_with_models_by_id_and_as_objects(saved: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": prompt} for prompt in PROMPTS]
-
-    def length(completions: list[str], **columns: Any) -> list[float]:
-        return [float(len(text)) for text in completions]
-
-    seen: dict[str, Any] = {}
+    seen: list[str] = []
 
     def capture(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        seen.update(texts=[p + c for p, c in zip(prompts, completions, strict=True)])
-        return [0.0] * len(prompts)
+        seen[:] = [p + c for p, c in zip(prompts, completions, strict=True)]
+        return [float(len(text)) for text in completions]
 
     model = classifier()
     before = [parameter.detach().clone() for parameter in model.parameters()]
+    config = GRPOConfig(
+        str(tmp_path), per_device_train_batch_size=8, num_generations=4, max_completion_length=6, max_steps=1,
+        use_cpu=True, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+        gradient_checkpointing=False, learning_rate=0.1,
+    )  # fmt: skip
     trainer = GRPOTrainer(
         tiny_model(),
-        [str(saved), length, model, capture],
-        GRPOConfig(
-            str(tmp_path),
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=6,
-            max_steps=1,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-            learning_rate=0.1,
-        ),
-        train_dataset=rows,
+        [str(saved), model, capture],
+        config,
+        train_dataset=[{"prompt": prompt} for prompt in PROMPTS],
         processing_class=TOKENIZER,
-        reward_processing_classes=[None, None, TOKENIZER, None],
+        reward_processing_classes=[None, TOKENIZER, None],
     )
     trainer.train()
     (line,) = [line for line in trainer.state.log_history if "reward" in line]
-    expected = sum(plain_scores(model, seen["texts"])) / 8
+    expected = sum(plain_scores(model, seen)) / 8
     for name in ("kind-reward", "LlamaForSequenceClassification"):
         assert line[f"rewards/{name}/mean"] == pytest.approx(expected, abs=1e-5)
         assert line[f"rewards/{name}/failed_share"] == 0.0

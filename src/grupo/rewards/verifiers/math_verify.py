@@ -1,9 +1,9 @@
-r"""Whether two formulas are the same, by `math-verify` behind the exact comparison of `math.py`.
+r"""Verifiers that compare formulas: by `math-verify`, and by values at a few points.
 
 The exact comparison comes first and is final where it can be: equal answers are right; different units, different lists
-of numbers, and numbers that no rounding explains are wrong; so are formulas with different values (`values.py`). What
-is left goes to `math-verify`, which turns both into sympy expressions and tries to simplify their difference. That can
-take for ever (`9^{9^{9}}`), so it runs in worker processes with limits; its own time-outs are signals, which work in a
+of numbers, and numbers that no rounding explains are wrong. What is left goes to worker processes with limits, because
+parsing and simplifying can take for ever (`9^{9^{9}}`). There the values of both formulas decide where they can
+(`numeric_equivalence.py`), and `math-verify` decides about the others. Its own time-outs are signals, which work in a
 main thread only, and are off.
 """
 
@@ -13,32 +13,121 @@ import functools
 import importlib.util
 import logging
 import math
-import threading
+import re
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.rewards.answers.exact_numbers import ExactNumber
-from grupo.rewards.answers.extraction import BOX_ELSE_NUMBER, Extraction, rounding
+from grupo.rewards.answers.extraction import BOX_ELSE_NUMBER, Extraction, Found, rounding
 from grupo.rewards.answers.ground_truth import ANSWER_NEEDED, gold_text, read_gold, shown_gold
 from grupo.rewards.answers.latex import MAX_LENGTH, Answer, Listing, is_prose, read_answer, same_answer
 from grupo.rewards.verifiers.base import GoldVerifier, Verdict, compared, unreadable, without_answer
-from grupo.rewards.verifiers.numeric_equivalence import same_values
 from grupo.utils.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
 
 ROUNDED = 1e-5
 """Largest relative difference of two numbers of which one may be a rounded value of the other."""
 
+Question = tuple[str, str, bool]
+"""(answer, gold answer, compare values): the first two are LaTeX."""
 
-class MathVerify(GoldVerifier):
-    """Is the answer of a completion the gold answer, up to equivalence of formulas?
 
-    `math_accuracy(verify="math-verify")` is the reward that asks it, and `disagreement` compares it with others.
-    It can be pickled, and used from any thread or process; worker processes start when they are first needed.
+class _FormulaVerifier(GoldVerifier):
+    """A verifier that compares answers in worker processes, which start when they are first needed.
+
+    It can be pickled, and used from any thread or process.
     """
 
     needs = ANSWER_NEEDED
+
+    def __init__(
+        self,
+        name: str,
+        gold_column: str,
+        extraction: Extraction,
+        compare: Callable[[Question], bool | None],
+        timeout: float,
+        memory_mb: int,
+        workers: int | None,
+    ) -> None:
+        super().__init__(name, gold_column)
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError(
+                "The comparison of formulas needs the package math-verify. Install it (pip install math-verify), or "
+                "set verify='exact'."
+            )
+        self.extraction = extraction
+        self.limit_hits: Counter[str] = Counter()
+        """Number of comparisons that reached a limit, by reason: timeout, memory, died, error."""
+        self.timeout = timeout
+        self.memory_mb = memory_mb
+        self.workers = workers
+        self._pool = WorkerPool(compare, prepare=warm_up, timeout=timeout, memory_mb=memory_mb, workers=workers)
+
+    @property
+    def gave_up(self) -> Counter[str]:
+        """Former name of `limit_hits`."""
+        logger.warning("MathVerify.gave_up is now called limit_hits.")
+        return self.limit_hits
+
+    def can_read(self, gold: Any) -> bool:
+        return read_gold(gold) is not None
+
+    def judge(self, text: str, gold: Any) -> Verdict:
+        return self.judge_all([text], [gold])[0]
+
+    def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[Verdict]:
+        """The verdicts on many completions, in parallel; equal questions are asked once."""
+        verdicts: dict[int, Verdict] = {}
+        questions: dict[Question, list[int]] = {}
+        for index, (text, gold) in enumerate(zip(texts, golds, strict=True)):
+            verdict = self._without_worker(self.extraction.find(text), gold)
+            if isinstance(verdict, Verdict):
+                verdicts[index] = verdict
+            else:
+                questions.setdefault(verdict, []).append(index)
+        for question, same in zip(questions, self._ask(list(questions)), strict=True):
+            for index in questions[question]:
+                verdicts[index] = self._verdict(same, question[0], golds[index])
+        return [verdicts[index] for index in range(len(verdicts))]
+
+    def close(self) -> None:
+        """End the worker processes; they start again when they are needed."""
+        self._pool.close()
+
+    def _without_worker(self, found: Found, gold: Any) -> Verdict | Question:
+        """The verdict where it is certain already, else what to ask a worker."""
+        expected = read_gold(gold)
+        if expected is None:
+            return unreadable(gold)
+        answer = None if found.answer is None else read_answer(found.answer)
+        if found.answer is None or answer is None:
+            return without_answer(found)
+        return self._compare_exactly(answer, expected, (found.answer, gold_text(gold) or "", True), gold)
+
+    @abstractmethod
+    def _compare_exactly(self, answer: Answer, expected: Answer, question: Question, gold: Any) -> Verdict | Question:
+        """`_without_worker` for an answer that can be read."""
+
+    @abstractmethod
+    def _verdict(self, same: bool | None, answer: str, gold: Any) -> Verdict:
+        """The verdict from what a worker found; None where it reached a limit, or could not decide."""
+
+    def _ask(self, questions: list[Question]) -> list[bool | None]:
+        results = self._pool.map(questions)
+        self.limit_hits.update(result.status for result in results if result.status != "done")
+        return [result.value for result in results]
+
+
+class MathVerify(_FormulaVerifier):
+    """Decides whether the answer of a completion is the gold answer, up to equivalence of formulas.
+
+    `math_accuracy(verify="math-verify")` is the reward that asks it, and `disagreement` compares it with others.
+    """
 
     def __init__(
         self,
@@ -55,8 +144,8 @@ class MathVerify(GoldVerifier):
         Args:
             gold_column: dataset column with numbers, formulas, or solutions that end in an answer.
             extraction: where the answer of a completion stands.
-            compare_values: formulas whose values differ (`values.py`) are wrong, and math-verify is not asked. Without
-                it, math-verify is on its own, as a comparison of the two needs it.
+            compare_values: where the values of the formulas decide, math-verify is not asked. Without it, math-verify
+                is on its own, as a comparison of the two needs it.
             timeout: seconds for one comparison; one that takes longer counts as wrong.
             memory_mb: MiB of address space of a worker process, where the platform can limit it.
             workers: processes at most; None for one per CPU that this process may use, 4 at most.
@@ -65,80 +154,52 @@ class MathVerify(GoldVerifier):
         Raises:
             ConfigError: `math-verify` is not installed.
         """
-        super().__init__(name, gold_column)
-        if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
-                "The comparison of formulas needs the package math-verify. Install it (pip install math-verify), or "
-                "set verify='exact'."
-            )
-        self.extraction = extraction
+        super().__init__(name, gold_column, extraction, same_formula, timeout, memory_mb, workers)
         self.compare_values = compare_values
-        self.timeout = timeout
-        self.memory_mb = memory_mb
-        self.workers = workers
-        self.gave_up: Counter[str] = Counter()
-        """Comparisons that counted as wrong because they reached a limit, by reason: timeout, memory, died, error."""
-        self._lock = threading.Lock()
-        self._pool: WorkerPool | None = None
 
-    def can_read(self, gold: Any) -> bool:
-        return read_gold(gold) is not None
+    def _compare_exactly(self, answer: Answer, expected: Answer, question: Question, gold: Any) -> Verdict | Question:
+        same = exact_verdict(answer, expected, rounding(gold))
+        if same is not None or any(map(_not_parseable, question[:2])):
+            return compared(same is True, question[0], gold)
+        may_be_rounded = isinstance(answer.form, ExactNumber) and isinstance(expected.form, ExactNumber)
+        return (*question[:2], self.compare_values and not may_be_rounded)
 
-    def judge(self, text: str, gold: Any) -> Verdict:
-        return self.judge_all([text], [gold])[0]
+    def _verdict(self, same: bool | None, answer: str, gold: Any) -> Verdict:
+        if same:
+            return Verdict("right", f"it is a form of the gold answer {shown_gold(gold)}")
+        return compared(False, answer, gold)
 
-    def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[Verdict]:
-        """The verdicts on many completions, in parallel; equal questions are asked once."""
-        verdicts: list[Verdict] = []
-        questions: dict[tuple[str, str], list[int]] = {}
-        for index, (text, gold) in enumerate(zip(texts, golds, strict=True)):
-            expected, found = read_gold(gold), self.extraction.find(text)
-            answer = None if found.answer is None else read_answer(found.answer)
-            if expected is None:
-                verdicts.append(unreadable(gold))
-            elif answer is None or found.answer is None:
-                verdicts.append(without_answer(found))
-            else:
-                question = (found.answer, gold_text(gold) or "")
-                verdict = exact_verdict(answer, expected, rounding(gold))
-                if verdict is None and not any(map(_is_hopeless, question)):
-                    questions.setdefault(question, []).append(index)
-                verdicts.append(compared(verdict is True, found.answer, gold))
-        if self.compare_values:
-            questions = {asked: indices for asked, indices in questions.items() if not _values_differ(*asked)}
-        if questions:
-            for indices, is_right in zip(questions.values(), self._ask(list(questions)), strict=True):
-                for index in indices if is_right else ():
-                    verdicts[index] = Verdict("right", f"it is a form of the gold answer {shown_gold(golds[index])}")
-        return verdicts
 
-    def close(self) -> None:
-        """End the worker processes; they start again when they are needed."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+class NumericCheck(_FormulaVerifier):
+    """Decides whether the answer of a completion has the values of the gold answer; undecided where it cannot tell.
 
-    def _ask(self, questions: list[tuple[str, str]]) -> list[bool]:
-        with self._lock:
-            if self._pool is None:
-                self._pool = WorkerPool(
-                    same_formula,
-                    prepare=prepare,
-                    timeout=self.timeout,
-                    memory_mb=self.memory_mb,
-                    workers=self.workers,
-                )
-            pool = self._pool
-        results = pool.map(questions)
-        self.gave_up.update(result.status for result in results if result.status != "done")
-        return [result.value is True for result in results]
+    A check of `MathVerify`, for `disagreement`: both read LaTeX with math-verify, and compare in different ways.
+    """
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_pool")}
+    def __init__(
+        self,
+        gold_column: str = "answer",
+        *,
+        extraction: Extraction = BOX_ELSE_NUMBER,
+        timeout: float = 2.0,
+        memory_mb: int = 1024,
+        workers: int | None = None,
+        name: str = "numeric_check",
+    ) -> None:
+        """See `MathVerify`; a comparison that takes longer than `timeout` is undecided."""
+        super().__init__(name, gold_column, extraction, same_values, timeout, memory_mb, workers)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock(), _pool=None)
+    def _compare_exactly(self, answer: Answer, expected: Answer, question: Question, gold: Any) -> Verdict | Question:
+        if answer.unit or expected.unit or any(map(_not_parseable, question[:2])):
+            return self._verdict(None, question[0], gold)
+        return question
+
+    def _verdict(self, same: bool | None, answer: str, gold: Any) -> Verdict:
+        if same is False and rounding(gold):
+            return Verdict("undecided", f"{shown_gold(gold)} is a float, and this comparison is exact")
+        if same is None:
+            return Verdict("undecided", f"{answer!r:.80} or {shown_gold(gold)} has no value here")
+        return compared(same, answer, gold)
 
 
 def exact_verdict(answer: Answer, gold: Answer, rounding: float = 0.0) -> bool | None:
@@ -176,15 +237,13 @@ def _are_near(a: ExactNumber, b: ExactNumber) -> bool:
         return False
 
 
-def _values_differ(answer: str, gold: str) -> bool:
-    forms = [read.form for read in (read_answer(answer), read_answer(gold)) if read is not None]
-    may_be_rounded = all(isinstance(form, ExactNumber) for form in forms)
-    return not may_be_rounded and same_values(answer, gold) is False
+_TWO_NUMBERS = re.compile(r"(?<![_^0-9])[0-9]+\s+[0-9]+(?![0-9]*/)")
 
 
-def _is_hopeless(written: str) -> bool:
-    """Too long to parse in time, or a sentence, in which a parser would find the number that suits."""
-    return len(written) > MAX_LENGTH or is_prose(written)
+def _not_parseable(written: str) -> bool:
+    """Too long to parse in time, a sentence, in which a parser would find the number that suits, or two numbers side by
+    side, which math-verify adds."""
+    return len(written) > MAX_LENGTH or is_prose(written) or _TWO_NUMBERS.search(written) is not None
 
 
 # In the worker -------------------------------------------------------------------------------------------------------
@@ -197,33 +256,80 @@ _UNICODE = str.maketrans(
     }
 )  # fmt: skip
 """Characters that math-verify does not read, or only in some places."""
+_THOUSANDS_MARK = re.compile(r"(?<=[0-9])(?:\{,\}(?:\\!)?|(?:\\!)?,\\!|\\[,:; ]|~)(?=[0-9]{3}(?![0-9]))")
+"""`10\\,000x` is 10 times 0 times x to math-verify."""
+_FRACTION_OF_TWO_DIGITS = re.compile(r"\\[dtc]?frac\s*([0-9])\s*([0-9])")
+"""`\\frac125` is a half times 5 to LaTeX, and 1/25 to math-verify."""
 
 
-def prepare() -> None:
-    """Import and warm up math-verify, and silence its warning that time-outs are off.
+def _rewritten(written: str) -> str:
+    """LaTeX that math-verify reads as LaTeX does."""
+    written = _THOUSANDS_MARK.sub("", written.translate(_UNICODE))
+    return _FRACTION_OF_TWO_DIGITS.sub(r"\\frac{\1}{\2}", written)
+
+
+def warm_up() -> None:
+    """Import math-verify and compare a few formulas, and silence its warning that time-outs are off.
 
     Sympy imports its parts when they are first needed, which would count in the time limit of somebody's answer.
     """
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-    for question in ((r"\frac{x + 1}{2}", r"\frac{1 + x}{2}"), ("(x+1)^2", "x^2+2x+1"), (r"\sin 2x", r"2\sin x\cos x")):
-        same_formula(question)
+    for pair in ((r"\frac{x + 1}{2}", r"\frac{1 + x}{2}"), ("(x+1)^2", "x^2+2x+1"), (r"\sin 2x", r"2\sin x\cos x")):
+        for compare_values in (True, False):
+            same_formula((*pair, compare_values))
 
 
-def same_formula(question: tuple[str, str]) -> bool:
-    """Whether math-verify takes (answer, gold), both LaTeX, for the same."""
+def same_formula(question: Question) -> bool:
+    """Whether the two are the same: by their values, if asked for and where that decides, else by math-verify."""
     from math_verify import verify
 
-    answer, gold = question
-    return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=None))
+    answer, gold, compare_values = question
+    same = same_values(question) if compare_values else None
+    return bool(verify(_parsed(gold), _parsed(answer), timeout_seconds=None)) if same is None else same
+
+
+_NO_VALUE = re.compile(
+    # Words, whose letters a parser would multiply
+    r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|[A-Za-z]+\s+[A-Za-z])|[0-9]\s+[A-Za-z]{2}|[0-9](?:mm|cm|km|kg)(?![A-Za-z])"
+    r"|\\(?:text|math|mbox|operatorname|bm|boldsymbol|underline)|\A[A-Za-z\s{}]{2,}\Z"
+    # Logarithms without a base, percentages, mixed numbers or products
+    r"|\\log(?!\s*_)|%|[0-9]\s*\\[dtc]?frac"
+)
+
+
+def same_values(question: Question) -> bool | None:
+    """Whether the two have the same values; None where that is undecided."""
+    from grupo.rewards.verifiers.numeric_equivalence import numerically_equal
+
+    if any(map(_NO_VALUE.search, question[:2])):
+        return None
+    try:
+        return numerically_equal(*map(_expression, question[:2]))
+    except Exception:  # anything: latex2sympy and sympy raise many kinds of errors on texts that they do not understand
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _expression(written: str) -> Any:
+    """The sympy expression of a LaTeX text as it is written: math-verify itself drops units (`2t` is 2 to it) and takes
+    upper and lower case for the same."""
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+
+    as_written = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+    case_sensitive = ConversionConfig(lowercase_symbols=False)
+    return latex2sympy(
+        _rewritten(written), is_real=True, normalization_config=as_written, conversion_config=case_sensitive
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def _parsed(written: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    written = written.translate(_UNICODE)
     # In a box the whole text is the answer; without `first_match`, a part that suits would be searched in it.
+    boxed = rf"\boxed{{{_rewritten(written)}}}"
     return list(
-        parse(rf"\boxed{{{written}}}", [LatexExtractionConfig()], extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
+        parse(boxed, [LatexExtractionConfig()], extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
     )
