@@ -8,8 +8,8 @@ from typing import Any
 
 from grupo.data.prompts import original_indices, select_rows
 from grupo.errors import DataError
-from grupo.rewards.answers.ground_truth import shown_gold
-from grupo.rewards.verifiers.base import JudgedByGold
+from grupo.rewards.answers.extraction import quote_value
+from grupo.rewards.verifiers.base import GroundTruthComparator
 
 logger = logging.getLogger("grupo")
 
@@ -30,14 +30,14 @@ def drop_unreadable_answers(
     """
     for reward in rewards:
         verifier = getattr(reward, "verifier", reward)
-        if isinstance(verifier, JudgedByGold):
+        if isinstance(verifier, GroundTruthComparator):
             _unreadable("training", rows, verifier, "It abstains on their completions.")
             dropped = _unreadable("held-out", held_out, verifier, "They are left out of the evaluation.")
             held_out = select_rows(held_out, sorted({*range(len(held_out))}.difference(dropped)))
     return rows, held_out
 
 
-def _unreadable(what: str, rows: list[dict[str, Any]], verifier: JudgedByGold, consequence: str) -> list[int]:
+def _unreadable(what: str, rows: list[dict[str, Any]], verifier: GroundTruthComparator, consequence: str) -> list[int]:
     """Positions of the rows whose gold answer cannot be read, with a warning; a missing column is reported later.
 
     Raises:
@@ -52,9 +52,9 @@ def _unreadable(what: str, rows: list[dict[str, Any]], verifier: JudgedByGold, c
     summary = (
         f"{verifier.__name__} cannot read the gold answers ('{column}') of {len(found)} of {len(rows)} {what} "
         f"rows, counted from 0: {named}{', ...' if len(found) > MAX_NAMED else ''}; the first is "
-        f"{shown_gold(rows[found[0]][column])}."
+        f"{quote_value(rows[found[0]][column])}."
     )
     if len(found) == len(rows):
-        raise DataError(f"{summary} {verifier.needs}")
-    logger.warning("%s %s %s", summary, consequence, verifier.needs)
+        raise DataError(f"{summary} {verifier.answer_requirement}")
+    logger.warning("%s %s %s", summary, consequence, verifier.answer_requirement)
     return found

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers.extraction import (
+    ExtractedAnswer,
     Extraction,
-    Found,
     completion_text,
     extract_answer,
     extract_boxed,
     gold_number,
     last_number,
-    number_alone,
-    shown_value,
+    quote_value,
+    whole_text_number,
 )
 from grupo.rewards.library.format import block_content
 
@@ -237,7 +237,7 @@ def test_a_box_decides_over_numbers_in_the_text() -> None:
     ],
 )
 def test_each_source(text: str, source: str, answer: str | None) -> None:
-    assert Extraction().find(text) == Extraction((source,)).find(text) == Found(answer, source)
+    assert Extraction().find(text) == Extraction((source,)).find(text) == ExtractedAnswer(answer, source)
     assert extract_answer(text, Extraction((source,))) == answer
 
 
@@ -246,7 +246,7 @@ def test_each_source(text: str, source: str, answer: str | None) -> None:
     ["", "an answer", "answering: 5", "The answer is not 5", "answered = 5", "the answer isn't 5", "</answer> 5"],
 )
 def test_what_no_source_but_the_last_number_finds(text: str) -> None:
-    assert Extraction(("boxed", "tag", "hash", "phrase")).find(text) == Found(None, None)
+    assert Extraction(("boxed", "tag", "hash", "phrase")).find(text) == ExtractedAnswer(None, None)
 
 
 def test_the_order_of_the_sources_decides() -> None:
@@ -254,19 +254,19 @@ def test_the_order_of_the_sources_decides() -> None:
     orders = {"boxed": "4", "tag": "1", "hash": "2", "phrase": "3", "last_number": "5"}
     for first, answer in orders.items():
         others = [source for source in orders if source != first]
-        assert Extraction((first, *others)).find(text) == Found(answer, first)
+        assert Extraction((first, *others)).find(text) == ExtractedAnswer(answer, first)
 
 
 def test_strict_stops_at_a_broken_source_and_lenient_goes_on() -> None:
     sources = ("boxed", "tag", "last_number")
     strict, lenient = Extraction(sources), Extraction(sources, strict=False)
     for text in (r"\boxed{} <answer>5</answer>", r"<answer>5</answer> \boxed{5", r"<answer></answer> \boxed{ } 5"):
-        assert strict.find(text) == Found(None, "boxed")
+        assert strict.find(text) == ExtractedAnswer(None, "boxed")
         assert lenient.find(text).answer == "5"
     sentence = "<answer>we need 5 of them</answer> out of 7"
-    assert strict.find(sentence) == Found("we need 5 of them", "tag")
-    assert lenient.find(sentence) == Found("5", "tag")
-    assert lenient.find("<answer>none of them</answer> out of 7") == Found("7", "last_number")
+    assert strict.find(sentence) == ExtractedAnswer("we need 5 of them", "tag")
+    assert lenient.find(sentence) == ExtractedAnswer("5", "tag")
+    assert lenient.find("<answer>none of them</answer> out of 7") == ExtractedAnswer("7", "last_number")
 
 
 def test_other_tags() -> None:
@@ -277,8 +277,8 @@ def test_other_tags() -> None:
     ("arguments", "said"),
     [
         ({"sources": ["box"]}, "no source of answers named 'box'. Did you mean 'boxed'"),
-        ({"sources": []}, "is no order"),
-        ({"sources": ["tag", "tag"]}, "is no order"),
+        ({"sources": []}, "is not an order"),
+        ({"sources": ["tag", "tag"]}, "is not an order"),
         ({"tag": "<answer>"}, "without angle brackets"),
         ({"source": ["tag"]}, "has no 'source'. Did you mean 'sources'"),
     ],
@@ -322,7 +322,7 @@ def test_the_last_number_is_found_from_the_end_as_from_the_start(text: str) -> N
     ],
 )
 def test_a_number_alone_needs_no_computation(text: str, number: object) -> None:
-    assert number_alone(text) == number
+    assert whole_text_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -399,5 +399,5 @@ def test_a_completion_of_another_shape_is_named(completion: object) -> None:
 
 def test_values_that_python_cannot_print_are_quoted() -> None:
     for value in (10**5000, [10**5000], Fraction(10**5000, 7)):
-        assert "more than 1,000 digits" in shown_value(value) or "too large to be shown" in shown_value(value)
-    assert shown_value("a" * 100, 10) == "'aaaaaaaaa"
+        assert "more than 1,000 digits" in quote_value(value) or "too large to be shown" in quote_value(value)
+    assert quote_value("a" * 100, 10) == "'aaaaaaaaa"

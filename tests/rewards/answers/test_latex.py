@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grupo.rewards.answers.exact_numbers import PI, ExactNumber, NotExact
-from grupo.rewards.answers.latex import Symbols, is_prose, read_answer, same_answer
+from grupo.rewards.answers.latex import LatexTokens, is_prose, read_answer, same_answer
 
 
 def are_same(first: str, second: str) -> bool:
@@ -235,7 +235,7 @@ def test_no_text_raises(text: str) -> None:
 
 def test_python_is_never_evaluated() -> None:
     answer = read_answer("__import__('os').getcwd()")
-    assert answer is not None and isinstance(answer.form, Symbols)
+    assert answer is not None and isinstance(answer.form, LatexTokens)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_it_says_its_range(scores: dict[str, float], value_range: tuple[float, f
     "scores", [{"right": 0.0}, {"right": 1, "wrong": 2}, {"wrong": math.nan}, {"undecided": math.inf}]
 )
 def test_scores_that_reward_nothing_right_are_refused(scores: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="reward no right answer"):
+    with pytest.raises(ConfigError, match="do not reward right answers"):
         reward_from(short, **scores)
 
 
@@ -106,7 +106,7 @@ def test_a_verifier_that_returns_something_else_is_named(verifier: Any, said: st
         (MathVerifier(), r"\boxed{\frac{2}{4}}", "0.5", "right", "1/2 is the gold answer"),
         (MathVerifier(), "so 41", 42, "wrong", "41 is not the gold answer 42"),
         (MathVerifier(), "no idea", 42, "wrong", "it has no answer"),
-        (MathVerifier(), r"\boxed{ 42", 42, "wrong", "what it answers (boxed) cannot be read"),
+        (MathVerifier(), r"\boxed{ 42", 42, "wrong", "its answer (boxed) cannot be read"),
         (MathVerifier(), "42", "see the figure", "undecided", "the gold answer 'see the figure' cannot be read"),
         (NumberVerifier(), "so 42", "42.0", "right", "42 is the gold answer"),
         (NumberVerifier(), "so 3,7", 7, "wrong", "it has no answer"),

@@ -12,7 +12,7 @@ import pytest
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards import RewardRunner, accuracy_reward, math_accuracy, number_match, number_score
-from grupo.rewards.verifiers.base import GoldReward
+from grupo.rewards.verifiers.base import AnswerReward
 
 
 def score(completion: Any, gold: Any) -> float | None:
@@ -209,7 +209,7 @@ def test_the_gold_column_is_part_of_the_signature_and_pickles(factory: Any) -> N
     reward = factory(gold_column="target")
     assert list(inspect.signature(reward).parameters) == ["completions", "target", "columns"]
     copy = pickle.loads(pickle.dumps(reward))
-    assert isinstance(copy, GoldReward)
+    assert isinstance(copy, AnswerReward)
     assert copy(["it is 5"], target=[5]) == [1.0]
     runner = RewardRunner(copy)
     assert runner.names == (factory.__name__,)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards import RewardRunner, check_rewards, math_accuracy, reward_from
 from grupo.rewards.verifiers.agreement import Difference, disagreement
-from grupo.rewards.verifiers.base import Decision, GoldVerifier, Verdict
+from grupo.rewards.verifiers.base import AnswerVerifier, Decision, Verdict
 from grupo.rewards.verifiers.math_verify import MathVerify, NumericCheck
 from tests.rewards.verifiers import test_math as tables
 
@@ -51,7 +51,7 @@ def decided(*verdicts: Verdict) -> list[bool | None]:
     return [{"right": True, "wrong": False, "undecided": None}[verdict.decision] for verdict in verdicts]
 
 
-def judged(verifier: GoldVerifier, text: str, gold: Any) -> bool | None:
+def judged(verifier: AnswerVerifier, text: str, gold: Any) -> bool | None:
     return decided(verifier.judge(text, gold))[0]
 
 
@@ -59,7 +59,7 @@ def boxed(answer: str) -> str:
     return rf"so \boxed{{{answer}}}"
 
 
-def decided_rows(verifier: GoldVerifier, rows: Iterable[tuple[Any, ...]]) -> list[bool | None]:
+def decided_rows(verifier: AnswerVerifier, rows: Iterable[tuple[Any, ...]]) -> list[bool | None]:
     """The verdicts on rows (answer, gold, ...), in one call."""
     return decided(*verifier.judge_all([boxed(row[0]) for row in rows], [row[1] for row in rows]))
 
@@ -360,8 +360,8 @@ def test_values(numeric: NumericCheck) -> None:
 # Two verifiers -------------------------------------------------------------------------------------------------------
 
 
-class Says(GoldVerifier):
-    needs = "Anything will do."
+class Says(AnswerVerifier):
+    answer_requirement = "Anything will do."
 
     def __init__(self, *decisions: Decision) -> None:
         super().__init__("says", "answer")

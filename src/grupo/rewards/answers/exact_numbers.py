@@ -1,8 +1,8 @@
-"""Exact arithmetic for written answers: sums of rational multiples of √n and powers of π.
+"""Exact arithmetic of written answers: sums of rational multiples of √n and powers of π.
 
 Square roots of different square-free integers are linearly independent over the rationals, and π is transcendental over
 them, so every number here has one normal form: two are equal exactly when their terms are equal. Whatever leaves this
-field, or grows past the limits below, raises `NotExact` instead of being approximated or computed for minutes.
+field, or exceeds the limits below, raises `NotExact` instead of being approximated or computed for minutes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_BITS = 4096
-"""Largest numerator or denominator, in bits (about 1,200 digits)."""
+"""Largest size of a numerator or denominator, in bits (about 1,200 digits)."""
 MAX_TERMS = 32
 MAX_RADICAND = 10**10
-"""Radicands are factored by trial division; at this size that takes milliseconds."""
+"""Largest radicand: factoring by trial division takes milliseconds at this size."""
 
 
 class NotExact(ArithmeticError):
@@ -46,7 +46,7 @@ class ExactNumber:
 
     @property
     def rational(self) -> Fraction | None:
-        """The value if it is rational."""
+        """The value if it is rational, else None."""
         if not self.terms:
             return Fraction(0)
         (key, coefficient), *others = self.terms
@@ -74,7 +74,7 @@ class ExactNumber:
         return self * other.inverse()
 
     def inverse(self) -> ExactNumber:
-        """1 / self: the denominator becomes rational by conjugates, for one prime under the roots after the other."""
+        """1 / self: conjugates make the denominator rational, for one prime under the roots after another."""
         if not self.terms:
             raise NotExact("division by zero")
         if len({power for (_, power), _ in self.terms}) > 1:
@@ -126,7 +126,7 @@ class ExactNumber:
         return ExactNumber.from_terms({(1, power // index): size if coefficient > 0 else -size})
 
     def __float__(self) -> float:
-        """The nearest float, about; `OverflowError` beyond the floats."""
+        """About the nearest float; `OverflowError` if there is none."""
         return math.fsum(float(c) * math.sqrt(radicand) * math.pi**power for (radicand, power), c in self.terms)
 
     def __str__(self) -> str:
@@ -141,8 +141,8 @@ class ExactNumber:
 PI = ExactNumber.from_terms({(1, 1): Fraction(1)})
 
 
-def within(value: Fraction, gold: Fraction, tolerance: float) -> bool:
-    """|value - gold| <= tolerance · |gold|, and equality where both are whole numbers: a count is right or wrong."""
+def within_tolerance(value: Fraction, gold: Fraction, tolerance: float) -> bool:
+    """Whether |value - gold| <= tolerance · |gold|; two whole numbers must be equal, as a count is right or wrong."""
     if not tolerance or (value.denominator == 1 and gold.denominator == 1):
         return value == gold
     return abs(value - gold) <= Fraction(str(tolerance)) * abs(gold)

@@ -1,6 +1,6 @@
-r"""Written mathematical answers and when two of them are the same: numbers, tuples, sets, and symbols as they stand.
+r"""Normal forms of written mathematical answers: numbers, tuples, sets, and other LaTeX as it is written.
 
-No text is ever evaluated by Python. Numbers are compared exactly (`exact.py`); what is not a number is compared as a
+No text is ever evaluated by Python. Numbers are compared exactly (`exact_numbers.py`); everything else is compared as a
 sequence of LaTeX tokens after changes that LaTeX itself does not see (spacing, `\left`, `\dfrac`, braces around one
 token), so different values never share a normal form.
 """
@@ -13,19 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from grupo.rewards.answers.exact_numbers import PI, ExactNumber, NotExact, within
+from grupo.rewards.answers.exact_numbers import PI, ExactNumber, NotExact, within_tolerance
 
 MAX_LENGTH = 400
-"""Longer texts are compared token by token only."""
+"""Length in characters above which texts are compared token by token only."""
 MAX_DEPTH = 32
 
 _GROUP_MARK = "\x01"
-"""Stands for a thousands separator once it is known to be one."""
+"""Placeholder for a comma that is known to separate thousands."""
 
 
 @dataclass(frozen=True)
-class Symbols:
-    """LaTeX tokens of something that is not a number."""
+class LatexTokens:
+    """LaTeX tokens of an answer that is not a number."""
 
     tokens: tuple[str, ...]
 
@@ -34,29 +34,29 @@ class Symbols:
 
 
 @dataclass(frozen=True)
-class Listing:
-    """Several answers between delimiters; unordered ones (sets, and lists without delimiters) hold a sorted tuple."""
+class AnswerList:
+    """Several answers between delimiters; the items of sets, and of lists without delimiters, are sorted."""
 
     delimiters: str
-    items: tuple[Form, ...]
+    items: tuple[NormalForm, ...]
 
     def __str__(self) -> str:
         return self.delimiters[0] + ", ".join(map(str, self.items)) + self.delimiters[1]
 
 
-Form = ExactNumber | Listing | Symbols
+NormalForm = ExactNumber | AnswerList | LatexTokens
 
 
 @dataclass(frozen=True)
 class Answer:
     """A written answer in normal form."""
 
-    form: Form
+    form: NormalForm
     unit: str | None = None
-    """Of a number: what stood behind it, as in `58 cm`, `50\\%`; compared only where both answers have one. A word that
-    scales, as in `5 million`, is part of the number."""
+    """Unit of a number, as in `58 cm` and `50\\%`; compared only where both answers have one. A word that scales, as in
+    `5 million`, is part of the number."""
     name: str | None = None
-    """What stood left of an equals sign, as the x of `x = 5`; compared only where both answers have one."""
+    """Left side of an equation, as the x of `x = 5`; compared only where both answers have one."""
 
     @property
     def rational(self) -> Fraction | None:
@@ -68,8 +68,8 @@ class Answer:
 
 
 def read_answer(text: str) -> Answer | None:
-    """The normal form of a written answer; None if nothing is left of it after spacing and decoration."""
-    text = plain_characters(text)
+    """The normal form of a written answer; None if it is nothing but spacing and decoration."""
+    text = normalize_unicode(text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _unwrapped(text)
@@ -78,11 +78,11 @@ def read_answer(text: str) -> Answer | None:
         name, text = named["name"], _unwrapped(named["value"])
     if not text:
         return None
-    form: Form = _form(text)
+    form: NormalForm = _form(text)
     unit = None
-    if isinstance(form, Symbols) and len(text) <= MAX_LENGTH:
+    if isinstance(form, LatexTokens) and len(text) <= MAX_LENGTH:
         form, unit = _quantity(text) or (form, None)
-    if form == Symbols(()):
+    if form == LatexTokens(()):
         return None
     return Answer(form, unit, name)
 
@@ -90,8 +90,8 @@ def read_answer(text: str) -> Answer | None:
 def same_answer(answer: Answer, gold: Answer, tolerance: float = 0.0) -> bool:
     """Whether two answers are the same: equal forms, and no conflict of units or names where both have one.
 
-    With a tolerance, numbers that are not both whole may differ by that share of the gold number; numbers inside tuples
-    and sets may not.
+    With a tolerance, numbers that are not both whole may differ by that share of the gold number, except for numbers
+    inside of tuples and sets.
     """
     return (
         (answer.form == gold.form or (tolerance > 0 and _close(answer.form, gold.form, tolerance)))
@@ -100,11 +100,11 @@ def same_answer(answer: Answer, gold: Answer, tolerance: float = 0.0) -> bool:
     )
 
 
-def _close(form: Form, gold: Form, tolerance: float) -> bool:
+def _close(form: NormalForm, gold: NormalForm, tolerance: float) -> bool:
     if not (isinstance(form, ExactNumber) and isinstance(gold, ExactNumber)):
         return False
     try:
-        return within(_as_fraction(form), _as_fraction(gold), tolerance)
+        return within_tolerance(_as_fraction(form), _as_fraction(gold), tolerance)
     except (OverflowError, ValueError):  # no float is close to one of them
         return False
 
@@ -115,7 +115,7 @@ def _as_fraction(number: ExactNumber) -> Fraction:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a text holds two words in a row: a sentence, which no comparison of formulas can judge. `x y` is none."""
+    """Whether a text has two words in a row: a sentence, not a formula. `x y` is not a sentence."""
     return _PROSE.search(_MACRO_NAME.sub("\\\\", text)) is not None
 
 
@@ -125,20 +125,25 @@ _INVISIBLE = re.compile(r"[\x00-\x08\x0e-\x1f\xad\u061c\u200b-\u200f\u202a-\u202
 _INVISIBLE_ASCII = bytes(code for code in range(128) if _INVISIBLE.match(chr(code)))
 _OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 _FRACTION_CHARACTER = re.compile(r" ?([¼-¾⅐-⅞])")
-_WIDE = {0xFF01 + place: 0x21 + place for place in range(94)} | {0x066B: ".", 0x066C: ",", 0x2044: "/", 0x2215: "/"}
+_ASCII_FORMS = {0xFF01 + place: 0x21 + place for place in range(94)} | {
+    0x066B: ".",
+    0x066C: ",",
+    0x2044: "/",
+    0x2215: "/",
+}
 """Full-width forms of ASCII, the separators of Arabic numbers, and other slashes."""
 
 
-def plain_characters(text: str) -> str:
-    r"""`text` without characters that cannot be seen, digits of all scripts as 0 to 9, wide forms narrow, ½ as 1/2.
+def normalize_unicode(text: str) -> str:
+    r"""`text` without invisible characters, with digits of all scripts as 0 to 9, wide forms as ASCII, and ½ as 1/2.
 
-    Otherwise `4\u200b2` would end in 2, and a full-width or Arabic 42 be passed over for an earlier number.
+    Otherwise `4\u200b2` would end in 2, and an earlier number would be read instead of a full-width or Arabic 42.
     """
     if text.isascii():  # without a pattern: twenty times as fast
         return text.encode("ascii").translate(None, _INVISIBLE_ASCII).decode("ascii")
     text = _INVISIBLE.sub("", text)
     text = _FRACTION_CHARACTER.sub(lambda fraction: " " + unicodedata.normalize("NFKC", fraction[1]), text)
-    return _OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_WIDE))
+    return _OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_ASCII_FORMS))
 
 
 # Decoration ----------------------------------------------------------------------------------------------------------
@@ -148,6 +153,10 @@ _WRAPPED = re.compile(rf"(?:{_WRAPPER})?\{{(?P<inside>(?:[^{{}}\\]|\\.|\{{(?:[^{
 _NAMED = re.compile(
     r"(?P<name>\\?[A-Za-z]+(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?)\s*(?:=|\\in(?![A-Za-z]))(?P<value>[^=]+)", re.DOTALL
 )
+THOUSANDS_MARK = re.compile(
+    r"(?<=[0-9])(?:\{,\}(?:\\!)?|(?:\\!)?,\\!|\\[,:; ]|[~'\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"
+)
+"""Everything but a comma that separates thousands in LaTeX."""
 _MACRO_NAME = re.compile(r"\\[A-Za-z]+")
 _PROSE = re.compile(r"(?<![A-Za-z])(?:[A-Za-z]{2,}\s+[A-Za-z]|[A-Za-z]\s+[A-Za-z]{2})")
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -155,13 +164,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<!\\)(\$\$?)([^$]*)(?<!\\)\1"), r" \2 "),
     (re.compile(r"\\\(((?:(?!\\[()]).)*)\\\)", re.DOTALL), r" \1 "),
     (re.compile(r"(?<![\w)\]}])\*\*\*?(?=\S)|(?<=\S)\*\*\*?(?![\w(\[{\\])"), ""),
-    (
-        re.compile(
-            r"(?<=[0-9])(?:\{,\}(?:\\!)?|(?:\\!)?,\\!|\\[,:; ]|[~'\u2019\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"
-        ),
-        _GROUP_MARK,
-    ),
-    # Text macros around a number or a sign alone, beside something else: `\mathbf{58}\,\mathrm{cm}`, `58\text{\%}`.
+    (THOUSANDS_MARK, _GROUP_MARK),
+    # Text macros around a number or a sign alone, next to something else: `\mathbf{58}\,\mathrm{cm}`, `58\text{\%}`.
     (re.compile(rf"(?<![\w^}}]){_WRAPPER}\{{\s*([0-9][0-9.,]*)\s*\}}(?!\s?[\w^{{])"), r"{\1}"),
     (re.compile(rf"{_WRAPPER}\{{\s*(\\?[$%]|[€£¥°.])\s*\}}"), r"\1"),
     (re.compile(r"\\(?:[,;:!> ]|(?:q?quad|displaystyle)(?![A-Za-z]))|[~\u00a0\u2009\u202f]"), " "),
@@ -180,7 +184,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def _unwrapped(text: str) -> str:
-    """`text` without what only decorates it: one full stop, and math delimiters, bold or text macros around it all."""
+    """`text` without decoration: one full stop, and math delimiters, bold or text macros around all of it."""
     inside: str | None = text
     while inside is not None:
         text = inside.strip()
@@ -205,14 +209,14 @@ def _inside_wrapper(text: str) -> str | None:
 
 _UNIT_POWER = r"(?:\s*\^\s*\{?-?[0-9]\}?)?"
 _UNIT_IN_TEXT = rf"{_WRAPPER}\{{[^{{}}]*[A-Za-z][^{{}}]*\}}{_UNIT_POWER}"
-_UNIT_BEHIND: tuple[re.Pattern[str], ...] = (
+_UNIT_AFTER: tuple[re.Pattern[str], ...] = (
     re.compile(rf"(?P<body>.*?\S)\s*(?P<unit>{_UNIT_IN_TEXT}(?:\s*(?:/|\\cdot)?\s*{_UNIT_IN_TEXT})*)"),
     re.compile(rf"{_WRAPPER}\{{\s*(?P<body>[0-9][0-9.,/]*)\s*(?P<unit>[A-Za-z]+\s*\}}{_UNIT_POWER})"),
     re.compile(
         r"(?P<body>.*?\S)\s*(?P<unit>\\?[%$]|(?:°|\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|\\degree)"
         rf"\s*(?:[CF]|{_WRAPPER}\{{\s*[CF]\s*\}})?)"
     ),
-    # Letters directly behind a number are a product (2ab), except these; behind a space a word is a unit.
+    # Letters directly after a number are a product (2ab), except these; after a space a word is a unit.
     re.compile(rf"(?P<body>.*[0-9.])(?P<unit>(?:mm|cm|km|kg){_UNIT_POWER})"),
     re.compile(rf"(?P<body>.*?\S)\s(?P<unit>(?:[A-Za-z]{{2,}}|[mgsL])(?:[ /][A-Za-z]+)*{_UNIT_POWER})"),
 )
@@ -230,21 +234,21 @@ def _quantity(text: str) -> tuple[ExactNumber, str | None] | None:
             return number, unit
         scaled = _quantity(body)
         return (scaled[0], unit) if scaled is not None and scaled[1] in (None, unit) else None
-    for pattern in _UNIT_BEHIND:
-        if behind := pattern.fullmatch(text):
-            number = _form(behind["body"])
+    for pattern in _UNIT_AFTER:
+        if after := pattern.fullmatch(text):
+            number = _form(after["body"])
             if isinstance(number, ExactNumber):
-                return _scaled(number, behind["unit"])
+                return _scaled(number, after["unit"])
     return None
 
 
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-"""Words behind a number that multiply it. The percent sign and the word are units: 50 % is written as 50."""
+"""Factors of words after a number. The percent sign and the word percent are units: 50 % is 50."""
 _SCALE = re.compile(rf"({'|'.join(SCALES)})s?(?![\w-]) *", re.IGNORECASE)
 
 
-def scale_of(words: str) -> tuple[int, str]:
-    """What the leading words multiply a number by, and the rest: (10**8, "people") for `hundred million people`."""
+def leading_scale(words: str) -> tuple[int, str]:
+    """(product of the leading words that scale, the rest): (10**8, "people") for `hundred million people`."""
     factor = 1
     while scale := _SCALE.match(words):
         factor *= SCALES[scale[1].lower()]
@@ -253,7 +257,7 @@ def scale_of(words: str) -> tuple[int, str]:
 
 
 def _scaled(number: ExactNumber, unit: str) -> tuple[ExactNumber, str | None] | None:
-    factor, rest = scale_of(_UNIT_MACRO.sub("", unit).strip())
+    factor, rest = leading_scale(_UNIT_MACRO.sub("", unit).strip())
     if factor != 1 and rest.startswith("^"):  # 5 million^2
         return None
     try:
@@ -277,10 +281,10 @@ _OPENING = {"(", "[", "{", "\\{"}
 _CLOSING = {")", "]", "}", "\\}"}
 
 
-def _form(text: str, depth: int = 0) -> Form:
+def _form(text: str, depth: int = 0) -> NormalForm:
     text = text.strip()
     if len(text) > MAX_LENGTH or depth > MAX_DEPTH:
-        return Symbols(_tokens(text))
+        return LatexTokens(_tokens(text))
     enclosed = _enclosed(text, depth)
     if enclosed is not None:
         return enclosed
@@ -294,11 +298,11 @@ def _form(text: str, depth: int = 0) -> Form:
     try:
         return _Parser(text).parse()
     except NotExact:
-        return Symbols(_tokens(text))
+        return LatexTokens(_tokens(text))
 
 
-def _enclosed(text: str, depth: int) -> Form | None:
-    """A text that is one pair of delimiters around items, (3, 7), [0, 1), \\{2, 5\\}, or around one answer, (C)."""
+def _enclosed(text: str, depth: int) -> NormalForm | None:
+    """The form of a text within delimiters: of items, (3, 7), [0, 1), \\{2, 5\\}, or of one answer, (C); else None."""
     opening = "\\{" if text.startswith("\\{") else text[:1]
     closing = "\\}" if text.endswith("\\}") else text[-1:]
     if opening not in _DELIMITERS or closing not in {")", "]", "\\}"} or (opening == "\\{") != (closing == "\\}"):
@@ -311,11 +315,11 @@ def _enclosed(text: str, depth: int) -> Form | None:
     forms = [_form(item, depth + 1) for item in items]
     if opening == "\\{":
         return _unordered("{}", list(dict.fromkeys(forms)))
-    return Listing(opening + closing, tuple(forms))
+    return AnswerList(opening + closing, tuple(forms))
 
 
-def _unordered(delimiters: str, forms: list[Form]) -> Listing:
-    return Listing(delimiters, tuple(sorted(forms, key=repr)))
+def _unordered(delimiters: str, forms: list[NormalForm]) -> AnswerList:
+    return AnswerList(delimiters, tuple(sorted(forms, key=repr)))
 
 
 def _split_at_commas(text: str) -> list[str] | None:
@@ -490,7 +494,7 @@ class _Parser:
         return self.argument().root(index)
 
     def argument(self) -> ExactNumber:
-        r"""What a macro takes: a group, another macro, parentheses, or one digit (`\frac12` is a half)."""
+        r"""The argument of a macro: a group, another macro, parentheses, or one digit (`\frac12` is a half)."""
         following = self.peek()
         if following.isdigit() and following.isascii():
             self.position += 1

@@ -20,7 +20,7 @@ from grupo.rewards.checker.report import FAULTS, RewardReport
 from grupo.rewards.execution.runner import RewardRunner
 from grupo.rewards.library.format import TagReward
 from grupo.rewards.library.reward_model import RewardFunctions, wrap_reward_models
-from grupo.rewards.verifiers.base import GoldVerifier, reward_from
+from grupo.rewards.verifiers.base import AnswerVerifier, reward_from
 from grupo.utils.messages import pluralize
 
 
@@ -72,7 +72,7 @@ def check_rewards(
     vocabulary: dict[str, int] = {}
     all_weights = [float(weight) for weight in weights or [1.0] * len(functions)]
     # Verifiers return verdicts; wrapped, they return numbers.
-    extra = [reward_from(one, right=1.0, wrong=0.0) if isinstance(one, GoldVerifier) else one for one in verifiers]
+    extra = [reward_from(one, right=1.0, wrong=0.0) if isinstance(one, AnswerVerifier) else one for one in verifiers]
     all_functions: list[Any] = [*functions, *extra]
     names = RewardRunner(all_functions).names
     tested = [

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from grupo.rewards.answers.exact_numbers import MAX_BITS
-from grupo.rewards.answers.extraction import MAX_DIGITS, gold_number, plain_scalar
+from grupo.rewards.answers.extraction import MAX_DIGITS, gold_number, to_scalar
 from grupo.rewards.answers.ground_truth import final_answer
 
 REASONING = "I read the question with care.\nThen I work it out, step by step."
@@ -86,7 +86,7 @@ _LAST_DIGITS = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 
 def gold_text(gold: Any) -> str | None:
     """A gold answer as a completion would give it; None if it is neither text nor a number that can be written."""
-    answer = plain_scalar(final_answer(gold))
+    answer = to_scalar(final_answer(gold))
     if isinstance(answer, str):
         return answer.strip() or None
     number = gold_number(answer) if isinstance(answer, (Real, Decimal)) else None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers.extraction import completion_texts, shown_value
+from grupo.rewards.answers.extraction import completion_texts, quote_value
 from grupo.rewards.code.sandbox.runner import (
     Limits,
     SandboxRun,
@@ -143,7 +143,7 @@ def _detail(run: SandboxRun, fault: CodeFault) -> str:
     if fault == "exception":
         return f"exit code {run.exit_code}"
     if fault == "wrong_output":
-        return shown_value(run.values[0], 200) if run.values else run.stdout[:200]
+        return quote_value(run.values[0], 200) if run.values else run.stdout[:200]
     return run.ended
 
 

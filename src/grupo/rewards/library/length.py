@@ -10,7 +10,7 @@ from typing import Any
 from grupo.errors import ConfigError
 from grupo.rewards.value_range import checked_range
 from grupo.rewards.verifiers.base import keyword_signature
-from grupo.rewards.verifiers.math import LIKE_TRL, MathVerifier
+from grupo.rewards.verifiers.math import TRL_EXTRACTION, MathVerifier
 
 TokenIds = Sequence[Sequence[int]]
 
@@ -83,7 +83,7 @@ class CosineScaled:
         # Rewards (at length 0, at max_len): short is best when right, and worst when wrong.
         self.right = (max_value_correct, min_value_correct)
         self.wrong = (min_value_wrong, max_value_wrong)
-        self.verifier = MathVerifier(gold_column, LIKE_TRL, name=self.__name__)
+        self.verifier = MathVerifier(gold_column, TRL_EXTRACTION, name=self.__name__)
         named = keyword_signature("completions", gold_column, "completion_ids").parameters.values()
         self.__signature__ = inspect.Signature(
             [p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in named]

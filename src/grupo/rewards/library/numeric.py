@@ -17,17 +17,17 @@ from typing import Any
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers.extraction import (
-    NUMBER_NEEDED,
+    NUMBER_REQUIREMENT,
     completion_texts,
     extract_boxed,
     gold_number,
     last_number,
-    number_alone,
-    only_number,
+    sole_number,
+    whole_text_number,
 )
 from grupo.rewards.library.format import Tag, block_content, tag_delimiters
 from grupo.rewards.value_range import checked_range
-from grupo.rewards.verifiers.base import GoldScore
+from grupo.rewards.verifiers.base import GradedAnswerReward
 from grupo.utils.messages import did_you_mean
 
 Distance = Callable[[Fraction, Fraction], float | Fraction]
@@ -55,8 +55,8 @@ def answer_number(text: str, tag: Tag | None = None) -> Fraction | None:
             return None
         text = block
     if "\\boxed" in text or "\\fbox" in text:
-        return number_alone(extract_boxed(text) or "")
-    return last_number(text) if tag is None else only_number(text)
+        return whole_text_number(extract_boxed(text) or "")
+    return last_number(text) if tag is None else sole_number(text)
 
 
 class NumberPresent:
@@ -72,10 +72,10 @@ class NumberPresent:
         return [self.missing if number is None else self.present for number in numbers]
 
 
-class NumberReward(GoldScore):
+class NumberReward(GradedAnswerReward):
     """A reward that compares the answer of a completion with the gold number."""
 
-    needs = NUMBER_NEEDED
+    answer_requirement = NUMBER_REQUIREMENT
 
     def __init__(self, name: str, gold_column: str, tag: Tag | None) -> None:
         super().__init__(name, gold_column)

@@ -1,4 +1,4 @@
-"""How often two verifiers disagree, and on what: a check of both on one's own completions."""
+"""How often two verifiers disagree, and about what: a check of both on your own completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from grupo.errors import RewardError
 from grupo.rewards.answers.extraction import completion_texts
-from grupo.rewards.verifiers.base import Decision, GoldVerifier
+from grupo.rewards.verifiers.base import AnswerVerifier, Decision
 from grupo.utils.messages import pluralize
 
 _DECISIONS: Mapping[Decision, bool | None] = MappingProxyType({"right": True, "wrong": False, "undecided": None})
@@ -17,7 +17,7 @@ _DECISIONS: Mapping[Decision, bool | None] = MappingProxyType({"right": True, "w
 
 @dataclass(frozen=True)
 class Difference:
-    """A completion that one verifier calls right and the other one wrong."""
+    """A completion that one verifier takes for right and the other for wrong."""
 
     index: int
     text: str
@@ -28,26 +28,26 @@ class Difference:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Of n completions: how many both verifiers decided, and where they differ."""
+    """Comparison of two verifiers on n completions."""
 
     total: int
     compared: int
-    """Completions that both decided; the others say nothing about agreement."""
+    """Number of completions that both decided; the others are left out."""
     differences: tuple[Difference, ...]
 
     @property
     def rate(self) -> float:
-        """Share of the compared completions on which the verifiers differ; NaN if none was compared."""
+        """Share of the compared completions about which the verifiers differ; NaN if none was compared."""
         return len(self.differences) / self.compared if self.compared else float("nan")
 
 
 def disagreement(
-    verifier_a: GoldVerifier, verifier_b: GoldVerifier, completions: Sequence[Any], golds: Sequence[Any]
+    verifier_a: AnswerVerifier, verifier_b: AnswerVerifier, completions: Sequence[Any], golds: Sequence[Any]
 ) -> Disagreement:
     """Compare two verifiers on n completions (texts or lists of messages) and their n gold answers.
 
     Raises:
-        RewardError: not one gold answer for each completion.
+        RewardError: the numbers of gold answers and completions differ.
     """
     if len(completions) != len(golds):
         raise RewardError(
@@ -65,5 +65,5 @@ def disagreement(
     return Disagreement(len(texts), compared, tuple(differences))
 
 
-def _verdicts(verifier: GoldVerifier, texts: Sequence[str], golds: Sequence[Any]) -> list[bool | None]:
+def _verdicts(verifier: AnswerVerifier, texts: Sequence[str], golds: Sequence[Any]) -> list[bool | None]:
     return [_DECISIONS[verdict.decision] for verdict in verifier.judge_all(texts, golds)]

@@ -1,4 +1,4 @@
-"""Verifiers say whether a completion is right, and why; a reward turns that into a number. They are two things.
+"""Verifiers decide whether a completion is right, and why; rewards turn their verdicts into scores.
 
 n = completions of the call.
 """
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from grupo.errors import ConfigError, RewardError
-from grupo.rewards.answers.extraction import Found, completion_texts
-from grupo.rewards.answers.ground_truth import shown_gold
+from grupo.rewards.answers.extraction import ExtractedAnswer, completion_texts, quote_value
 from grupo.utils.messages import pluralize
 
 Decision = Literal["right", "wrong", "undecided"]
@@ -24,18 +23,18 @@ Decision = Literal["right", "wrong", "undecided"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verifier says about one completion: a decision, and never a score."""
+    """The verdict of a verifier on one completion: a decision, never a score."""
 
     decision: Decision
     reason: str
-    """For people: it is logged beside the completion, and decides nothing."""
+    """Explanation for people: it is logged with the completion, and decides nothing."""
 
 
 class Verifier(Protocol):
     """A callable `(completions, **columns)` that returns one `Verdict` for each of n completions.
 
-    `completions` are texts, whatever the shape of the conversation was. Dataset columns and `prompts` come by keyword,
-    as to a reward function. A verifier that cannot tell says undecided; it never guesses.
+    `completions` are texts, also where the dataset is conversational. Dataset columns and `prompts` come by keyword, as
+    to a reward function. A verifier that cannot decide returns "undecided"; it never guesses.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[Verdict]: ...
@@ -48,8 +47,8 @@ class VerifierReward:
         scores = [right, wrong, *([] if undecided is None else [undecided])]
         if not all(math.isfinite(score) for score in scores) or right <= wrong:
             raise ConfigError(
-                f"right={right}, wrong={wrong}, undecided={undecided} reward no right answer: all are finite numbers, "
-                "right is above wrong, and undecided may be None, which abstains."
+                f"right={right}, wrong={wrong}, undecided={undecided} do not reward right answers: set finite numbers "
+                "with right above wrong; undecided may be None, which abstains."
             )
         self.__name__ = getattr(verifier, "__name__", type(verifier).__name__)
         self.__signature__ = _with_log_extra(inspect.signature(verifier))
@@ -61,7 +60,7 @@ class VerifierReward:
     def __call__(
         self, completions: Sequence[Any], log_extra: Callable[[str, list[Any]], None] | None = None, **columns: Any
     ) -> list[float | None]:
-        """A number for each completion (a string, a list of messages, or None); None where it is undecided so."""
+        """(n,) scores of completions, each a string, a list of messages, or None; None where the reward abstains."""
         texts = completion_texts(completions)
         verdicts = self.verifier(completions=texts, **columns)
         if not isinstance(verdicts, Sequence) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
@@ -87,42 +86,42 @@ class VerifierReward:
 def reward_from(
     verifier: Verifier, right: float = 2.0, wrong: float = 0.0, undecided: float | None = None
 ) -> VerifierReward:
-    """The reward function that pays `right`, `wrong` or `undecided` for what the verifier decides; None abstains.
+    """A reward function with the score `right`, `wrong` or `undecided` for what the verifier decides; None abstains.
 
-    It takes plain and conversational completions, carries the verifier's name, requires the columns that the verifier
-    requires, says its range as `value_range`, and logs the reasons as a column of the completions.
+    It takes plain and conversational completions, has the verifier's name, requires the columns that the verifier
+    requires, declares its range as `value_range`, and logs the reasons as a column of the completions.
 
     Raises:
-        ConfigError: a score is not finite, or wrong answers would not be paid less than right ones.
+        ConfigError: a score is not finite, or wrong answers would not score less than right ones.
     """
     return VerifierReward(verifier, right, wrong, undecided)
 
 
-class JudgedByGold(ABC):
-    """What compares completions with the gold answer in one dataset column.
+class GroundTruthComparator(ABC):
+    """Base class of verifiers and rewards that compare completions with the gold answer in one dataset column.
 
     The signature names that column, so a missing one is reported before training. Instances can be pickled.
     """
 
-    needs: str
-    """One sentence: what a gold answer must be."""
+    answer_requirement: str
+    """One sentence that describes the gold answers that can be read."""
 
     def __init__(self, name: str, gold_column: str) -> None:
         self.__name__ = name
         self.__signature__ = keyword_signature("completions", gold_column)
         self.gold_column = gold_column
         self.unusable_golds = 0
-        """How many completions had a gold answer that could not be read."""
+        """Number of completions whose gold answer could not be read."""
 
     @abstractmethod
     def can_read(self, gold: Any) -> bool:
-        """Whether completions can be judged by this gold answer."""
+        """Whether this gold answer can be read."""
 
     def pairs(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> tuple[list[str], Sequence[Any]]:
-        """The texts of the completions, and the gold answer of each.
+        """((n,) texts of the completions, (n,) gold answers).
 
         Raises:
-            RewardError: not one gold answer for each completion.
+            RewardError: the numbers of gold answers and completions differ.
         """
         golds = columns[self.gold_column]
         if len(golds) != len(completions):
@@ -132,46 +131,46 @@ class JudgedByGold(ABC):
             )
         return completion_texts(completions), golds
 
-    def count_unusable(self, golds: Sequence[Any], unusable: Sequence[bool]) -> None:
-        """Counts them, and warns the first time."""
-        found = [gold for gold, is_unusable in zip(golds, unusable, strict=True) if is_unusable]
+    def count_unreadable(self, golds: Sequence[Any], unreadable: Sequence[bool]) -> None:
+        """Count the gold answers that cannot be read, and warn the first time."""
+        found = [gold for gold, is_unreadable in zip(golds, unreadable, strict=True) if is_unreadable]
         if found and not self.unusable_golds:
             warnings.warn(
                 f"{self.__name__} cannot read {len(found)} of {len(golds)} gold answers in '{self.gold_column}', "
-                f"the first is {shown_gold(found[0])}. It abstains on these completions, here and in later batches. "
-                f"{self.needs}",
+                f"the first is {quote_value(found[0])}. It abstains on these completions, here and in later batches. "
+                f"{self.answer_requirement}",
                 stacklevel=4,
             )
         self.unusable_golds += len(found)
 
 
-class GoldVerifier(JudgedByGold):
-    """A verifier that compares with the gold answer."""
+class AnswerVerifier(GroundTruthComparator):
+    """A verifier that compares completions with the gold answer."""
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
         texts, golds = self.pairs(completions, columns)
         verdicts = self.judge_all(texts, golds)
-        undecided = [verdict.decision == "undecided" for verdict in verdicts]
-        self.count_unusable(
-            golds, [is_so and not self.can_read(gold) for is_so, gold in zip(undecided, golds, strict=True)]
+        pairs = zip(verdicts, golds, strict=True)
+        self.count_unreadable(
+            golds, [verdict.decision == "undecided" and not self.can_read(gold) for verdict, gold in pairs]
         )
         return verdicts
 
     @abstractmethod
     def judge(self, text: str, gold: Any) -> Verdict:
-        """The verdict on one completion text; undecided wherever the gold answer cannot be read."""
+        """The verdict on the text of one completion; undecided where the gold answer cannot be read."""
 
     def judge_all(self, texts: Sequence[str], golds: Sequence[Any]) -> list[Verdict]:
-        """`judge` for many completions at once."""
+        """(n,) verdicts on many completions at once."""
         return [self.judge(text, gold) for text, gold in zip(texts, golds, strict=True)]
 
 
-class GoldReward(VerifierReward):
-    """1.0 where a verifier says right, 0.0 where it says wrong; it abstains where the gold answer is unusable."""
+class AnswerReward(VerifierReward):
+    """1.0 where a verifier decides right, 0.0 where it decides wrong; abstains where the gold answer cannot be read."""
 
-    verifier: GoldVerifier
+    verifier: AnswerVerifier
 
-    def __init__(self, verifier: GoldVerifier) -> None:
+    def __init__(self, verifier: AnswerVerifier) -> None:
         super().__init__(verifier, right=1.0, wrong=0.0, undecided=None)
 
     @property
@@ -180,57 +179,58 @@ class GoldReward(VerifierReward):
 
     @property
     def unusable_golds(self) -> int:
-        """How many completions had a gold answer that could not be read."""
+        """Number of completions whose gold answer could not be read."""
         return self.verifier.unusable_golds
 
 
-class GoldScore(JudgedByGold):
-    """A reward that compares with the gold answer and knows more than right and wrong."""
+class GradedAnswerReward(GroundTruthComparator):
+    """A reward that compares with the gold answer and has more grades than right and wrong."""
 
     value_range: tuple[float, float]
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """A number for each completion (a string, a list of messages, or None), None where its gold is unusable."""
+        """(n,) scores of completions, each a string, a list of messages, or None; None where the gold answer cannot be
+        read."""
         texts, golds = self.pairs(completions, columns)
         scores = [self.score(text, gold) for text, gold in zip(texts, golds, strict=True)]
-        self.count_unusable(golds, [score is None for score in scores])
+        self.count_unreadable(golds, [score is None for score in scores])
         return scores
 
     @abstractmethod
     def score(self, text: str, gold: Any) -> float | None:
-        """Of one completion text; None where the gold answer cannot be read."""
+        """The score of the text of one completion; None where the gold answer cannot be read."""
 
 
-def unreadable(gold: Any) -> Verdict:
-    """What is said where the gold answer cannot be read."""
-    return Verdict("undecided", f"the gold answer {shown_gold(gold)} cannot be read")
+def unreadable_answer(gold: Any) -> Verdict:
+    """Verdict where the gold answer cannot be read."""
+    return Verdict("undecided", f"the gold answer {quote_value(gold)} cannot be read")
 
 
-def without_answer(found: Found) -> Verdict:
-    """What is said where no answer was found, or none that can be read."""
+def no_answer(found: ExtractedAnswer) -> Verdict:
+    """Verdict where the completion has no answer, or none that can be read."""
     if found.source is None:
         return Verdict("wrong", "it has no answer")
-    return Verdict("wrong", f"what it answers ({found.source}) cannot be read")
+    return Verdict("wrong", f"its answer ({found.source}) cannot be read")
 
 
-def compared(same: bool, answer: str, gold: Any) -> Verdict:
-    """What is said of an answer, in normal form, that was found to be the `same` or not."""
-    if same:
+def match_verdict(matches: bool, answer: str, gold: Any) -> Verdict:
+    """Verdict on an answer, in normal form, that matches the gold answer or does not."""
+    if matches:
         return Verdict("right", f"{answer:.80} is the gold answer")
-    return Verdict("wrong", f"{answer:.80} is not the gold answer {shown_gold(gold)}")
+    return Verdict("wrong", f"{answer:.80} is not the gold answer {quote_value(gold)}")
 
 
 def keyword_signature(*names: str) -> inspect.Signature:
     """The signature of a function that requires these keywords and takes any others.
 
     Raises:
-        ConfigError: a dataset column whose name can be no parameter.
+        ConfigError: the name of a dataset column cannot be that of a parameter.
     """
     for name in names:
         if not (isinstance(name, str) and name.isidentifier()) or keyword.iskeyword(name):
             raise ConfigError(
-                f"Column {name!r:.80} cannot be named in the signature of a reward. Give the column a name of letters, "
-                "digits and underscores, in a recipe by dataset.rename, and name that."
+                f"Column {name!r:.80} cannot be a parameter of a reward. Rename it to letters, digits and underscores "
+                "(in a recipe by dataset.rename), and use the new name."
             )
     required = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     return inspect.Signature([*required, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])

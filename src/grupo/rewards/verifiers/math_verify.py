@@ -21,10 +21,18 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.rewards.answers.exact_numbers import ExactNumber
-from grupo.rewards.answers.extraction import BOX_ELSE_NUMBER, Extraction, Found, rounding
-from grupo.rewards.answers.ground_truth import ANSWER_NEEDED, gold_text, read_gold, shown_gold
-from grupo.rewards.answers.latex import MAX_LENGTH, Answer, Listing, is_prose, read_answer, same_answer
-from grupo.rewards.verifiers.base import GoldVerifier, Verdict, compared, unreadable, without_answer
+from grupo.rewards.answers.extraction import BOX_ELSE_NUMBER, ExtractedAnswer, Extraction, float_tolerance, quote_value
+from grupo.rewards.answers.ground_truth import ANSWER_REQUIREMENT, gold_text, read_gold
+from grupo.rewards.answers.latex import (
+    MAX_LENGTH,
+    THOUSANDS_MARK,
+    Answer,
+    AnswerList,
+    is_prose,
+    read_answer,
+    same_answer,
+)
+from grupo.rewards.verifiers.base import AnswerVerifier, Verdict, match_verdict, no_answer, unreadable_answer
 from grupo.utils.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -36,13 +44,13 @@ Question = tuple[str, str, bool]
 """(answer, gold answer, compare values): the first two are LaTeX."""
 
 
-class _FormulaVerifier(GoldVerifier):
+class _FormulaVerifier(AnswerVerifier):
     """A verifier that compares answers in worker processes, which start when they are first needed.
 
     It can be pickled, and used from any thread or process.
     """
 
-    needs = ANSWER_NEEDED
+    answer_requirement = ANSWER_REQUIREMENT
 
     def __init__(
         self,
@@ -99,14 +107,14 @@ class _FormulaVerifier(GoldVerifier):
         """End the worker processes; they start again when they are needed."""
         self._pool.close()
 
-    def _without_worker(self, found: Found, gold: Any) -> Verdict | Question:
-        """The verdict where it is certain already, else what to ask a worker."""
+    def _without_worker(self, found: ExtractedAnswer, gold: Any) -> Verdict | Question:
+        """The verdict where it is certain already, else the question for a worker."""
         expected = read_gold(gold)
         if expected is None:
-            return unreadable(gold)
+            return unreadable_answer(gold)
         answer = None if found.answer is None else read_answer(found.answer)
         if found.answer is None or answer is None:
-            return without_answer(found)
+            return no_answer(found)
         return self._compare_exactly(answer, expected, (found.answer, gold_text(gold) or "", True), gold)
 
     @abstractmethod
@@ -115,7 +123,7 @@ class _FormulaVerifier(GoldVerifier):
 
     @abstractmethod
     def _verdict(self, same: bool | None, answer: str, gold: Any) -> Verdict:
-        """The verdict from what a worker found; None where it reached a limit, or could not decide."""
+        """The verdict from the result of a worker, which is None where it reached a limit, or could not decide."""
 
     def _ask(self, questions: list[Question]) -> list[bool | None]:
         results = self._pool.map(questions)
@@ -143,7 +151,7 @@ class MathVerify(_FormulaVerifier):
         """
         Args:
             gold_column: dataset column with numbers, formulas, or solutions that end in an answer.
-            extraction: where the answer of a completion stands.
+            extraction: rule for finding the answer of a completion.
             compare_values: where the values of the formulas decide, math-verify is not asked. Without it, math-verify
                 is on its own, as a comparison of the two needs it.
             timeout: seconds for one comparison; one that takes longer counts as wrong.
@@ -158,16 +166,16 @@ class MathVerify(_FormulaVerifier):
         self.compare_values = compare_values
 
     def _compare_exactly(self, answer: Answer, expected: Answer, question: Question, gold: Any) -> Verdict | Question:
-        same = exact_verdict(answer, expected, rounding(gold))
+        same = exact_verdict(answer, expected, float_tolerance(gold))
         if same is not None or any(map(_not_parseable, question[:2])):
-            return compared(same is True, question[0], gold)
+            return match_verdict(same is True, question[0], gold)
         may_be_rounded = isinstance(answer.form, ExactNumber) and isinstance(expected.form, ExactNumber)
         return (*question[:2], self.compare_values and not may_be_rounded)
 
     def _verdict(self, same: bool | None, answer: str, gold: Any) -> Verdict:
         if same:
-            return Verdict("right", f"it is a form of the gold answer {shown_gold(gold)}")
-        return compared(False, answer, gold)
+            return Verdict("right", f"it is a form of the gold answer {quote_value(gold)}")
+        return match_verdict(False, answer, gold)
 
 
 class NumericCheck(_FormulaVerifier):
@@ -195,22 +203,22 @@ class NumericCheck(_FormulaVerifier):
         return question
 
     def _verdict(self, same: bool | None, answer: str, gold: Any) -> Verdict:
-        if same is False and rounding(gold):
-            return Verdict("undecided", f"{shown_gold(gold)} is a float, and this comparison is exact")
+        if same is False and float_tolerance(gold):
+            return Verdict("undecided", f"{quote_value(gold)} is a float, and this comparison is exact")
         if same is None:
-            return Verdict("undecided", f"{answer!r:.80} or {shown_gold(gold)} has no value here")
-        return compared(same, answer, gold)
+            return Verdict("undecided", f"{answer!r:.80} or {quote_value(gold)} has no value here")
+        return match_verdict(same, answer, gold)
 
 
-def exact_verdict(answer: Answer, gold: Answer, rounding: float = 0.0) -> bool | None:
-    """What the exact comparison says for certain; None where the answers differ in writing and may be equal.
+def exact_verdict(answer: Answer, gold: Answer, tolerance: float = 0.0) -> bool | None:
+    """Result of the exact comparison where it is certain; None where different texts may be equal.
 
     Args:
-        rounding: of the gold answer, where it is a float (`answers.rounding`): more than that explains no difference.
+        tolerance: relative error of a gold answer that is a float (`float_tolerance`).
     """
-    if same_answer(answer, gold, rounding):
+    if same_answer(answer, gold, tolerance):
         return True
-    if rounding and isinstance(answer.form, ExactNumber):
+    if tolerance and isinstance(answer.form, ExactNumber):
         return False
     if answer.unit is not None and gold.unit is not None and answer.unit != gold.unit:
         return False  # math-verify drops units: 58 cm would be 58 m
@@ -224,8 +232,8 @@ def exact_verdict(answer: Answer, gold: Answer, rounding: float = 0.0) -> bool |
 
 
 def _is_numeric(form: object) -> bool:
-    """A number, or a list of numbers: nothing about it is left to find out."""
-    if isinstance(form, Listing):
+    """Whether a form is a number or a list of numbers, which the exact comparison decides."""
+    if isinstance(form, AnswerList):
         return all(isinstance(item, ExactNumber) for item in form.items)
     return isinstance(form, ExactNumber)
 
@@ -241,8 +249,8 @@ _TWO_NUMBERS = re.compile(r"(?<![_^0-9])[0-9]+\s+[0-9]+(?![0-9]*/)")
 
 
 def _not_parseable(written: str) -> bool:
-    """Too long to parse in time, a sentence, in which a parser would find the number that suits, or two numbers side by
-    side, which math-verify adds."""
+    """Whether a text is too long to parse in time, a sentence, in which a parser would find the number that suits, or
+    has two numbers side by side, which math-verify adds."""
     return len(written) > MAX_LENGTH or is_prose(written) or _TWO_NUMBERS.search(written) is not None
 
 
@@ -256,15 +264,13 @@ _UNICODE = str.maketrans(
     }
 )  # fmt: skip
 """Characters that math-verify does not read, or only in some places."""
-_THOUSANDS_MARK = re.compile(r"(?<=[0-9])(?:\{,\}(?:\\!)?|(?:\\!)?,\\!|\\[,:; ]|~)(?=[0-9]{3}(?![0-9]))")
-"""`10\\,000x` is 10 times 0 times x to math-verify."""
 _FRACTION_OF_TWO_DIGITS = re.compile(r"\\[dtc]?frac\s*([0-9])\s*([0-9])")
 """`\\frac125` is a half times 5 to LaTeX, and 1/25 to math-verify."""
 
 
 def _rewritten(written: str) -> str:
     """LaTeX that math-verify reads as LaTeX does."""
-    written = _THOUSANDS_MARK.sub("", written.translate(_UNICODE))
+    written = THOUSANDS_MARK.sub("", written.translate(_UNICODE))  # else `10\,000x` is 10 times 0 times x
     return _FRACTION_OF_TWO_DIGITS.sub(r"\\frac{\1}{\2}", written)
 
 
@@ -281,7 +287,7 @@ def warm_up() -> None:
 
 
 def same_formula(question: Question) -> bool:
-    """Whether the two are the same: by their values, if asked for and where that decides, else by math-verify."""
+    """Whether two answers are the same: by their values, if asked for and where they decide, else by math-verify."""
     from math_verify import verify
 
     answer, gold, compare_values = question
@@ -299,7 +305,7 @@ _NO_VALUE = re.compile(
 
 
 def same_values(question: Question) -> bool | None:
-    """Whether the two have the same values; None where that is undecided."""
+    """Whether two answers have the same values; None where that is undecided."""
     from grupo.rewards.verifiers.numeric_equivalence import numerically_equal
 
     if any(map(_NO_VALUE.search, question[:2])):

@@ -25,7 +25,7 @@ DIGITS = 60
 TOLERANCE = sympy.Float("1e-45")
 """Largest relative difference of equal values."""
 MAX_MAGNITUDE = sympy.Float("1e40")
-"""Larger values are undecided: at 60 digits, neighbouring integers could no longer be told apart."""
+"""Largest value that is compared: above it, 60 digits do not distinguish neighbouring integers."""
 MAX_FACTORIAL = 30
 
 _EVALUATED = (

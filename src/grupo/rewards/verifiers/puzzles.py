@@ -16,16 +16,16 @@ from typing import Any
 
 from grupo.errors import ConfigError, RewardError
 from grupo.rewards.answers.exact_numbers import MAX_BITS
-from grupo.rewards.answers.extraction import Extraction, completion_texts, gold_number, shown_value
+from grupo.rewards.answers.extraction import Extraction, completion_texts, gold_number, quote_value
 from grupo.rewards.verifiers.base import (
-    GoldReward,
-    GoldVerifier,
+    AnswerReward,
+    AnswerVerifier,
     Verdict,
     VerifierReward,
-    compared,
     keyword_signature,
+    match_verdict,
     reward_from,
-    unreadable,
+    unreadable_answer,
 )
 
 MAX_EXPRESSION = 300
@@ -138,8 +138,8 @@ class CountdownVerifier:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"countdown cannot read a puzzle with {self.numbers_column}={shown_value(numbers, 60)} and "
-                f"{self.target_column}={shown_value(target, 30)}: it needs a list of whole numbers and a number. It "
+                f"countdown cannot read a puzzle with {self.numbers_column}={quote_value(numbers, 60)} and "
+                f"{self.target_column}={quote_value(target, 30)}: it needs a list of whole numbers and a number. It "
                 "abstains on such rows.",
                 stacklevel=4,
             )
@@ -173,10 +173,10 @@ def listed_numbers(answer: str) -> list[Fraction]:
     return numbers[::-1]
 
 
-class NumberListVerifier(GoldVerifier):
+class NumberListVerifier(AnswerVerifier):
     """Right where the answer is the list of gold numbers; see `number_list`."""
 
-    needs = "A gold answer is a list of numbers, or a text with numbers and nothing else, as in '1, 2, 3'."
+    answer_requirement = "A gold answer is a list of numbers, or a text with numbers and nothing else, as in '1, 2, 3'."
 
     def can_read(self, gold: Any) -> bool:
         return _gold_list(gold) is not None
@@ -184,9 +184,9 @@ class NumberListVerifier(GoldVerifier):
     def judge(self, text: str, gold: Any) -> Verdict:
         expected = _gold_list(gold)
         if expected is None:
-            return unreadable(gold)
+            return unreadable_answer(gold)
         numbers = listed_numbers(written_answer(text))
-        return compared(numbers == expected, ", ".join(map(str, numbers)) or "a text without numbers", gold)
+        return match_verdict(numbers == expected, ", ".join(map(str, numbers)) or "a text without numbers", gold)
 
 
 def _gold_list(gold: Any) -> list[Fraction] | None:
@@ -197,13 +197,13 @@ def _gold_list(gold: Any) -> list[Fraction] | None:
     return None if None in numbers else [number for number in numbers if number is not None]
 
 
-def number_list(gold_column: str = "answer") -> GoldReward:
+def number_list(gold_column: str = "answer") -> AnswerReward:
     """1.0 where the answer is the list of gold numbers, in their order, else 0.0.
 
     The answer is the last `<answer>` block, else the last box, else the last line. Only the numbers at its end count,
     so `Sorted: 1, 2, 3` is 1, 2, 3.
     """
-    return GoldReward(NumberListVerifier("number_list", gold_column))
+    return AnswerReward(NumberListVerifier("number_list", gold_column))
 
 
 # reasoning-gym -------------------------------------------------------------------------------------------------------
