@@ -41,7 +41,7 @@ from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.local.inference_copy import make_inference_copy
 from grupo.sampling import SamplingSpec
-from grupo.trainer.sft_trainer import padded, sft_trainer
+from grupo.trainer.sft_trainer import pad_batch, sft_trainer
 from grupo.types import Prompt, TrainingSample
 from grupo.utils.quantized_layers import evaluation_mode, is_4bit, quantized_layers, set_evaluation_mode
 from tiny import tiny_model, tiny_tokenizer
@@ -280,7 +280,7 @@ def test_the_supervised_trainer_evaluates_what_is_trained(folder, tmp_path, kind
     trainer = sft_trainer(model, shown, tiny_tokenizer(), args)
     found = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     with torch.no_grad():
-        wanted = dequantised(model)(**padded(trainer.train_dataset)).loss
+        wanted = dequantised(model)(**pad_batch(trainer.train_dataset)).loss
     assert found == pytest.approx(float(wanted), rel=1e-5)
     _, after = gradients(model)
     assert all(torch.equal(gradient, after[name]) for name, gradient in before.items())
