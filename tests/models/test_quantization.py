@@ -31,7 +31,7 @@ from grupo.models.peft_setup import add_adapter
 from grupo.models.quantization import (
     arithmetic_dtype,
     dense_bytes,
-    dense_weight,
+    dequantize,
     quantization_config,
 )
 from grupo.policy.batching import collate
@@ -87,7 +87,7 @@ def dequantised(model):
         for name, child in list(parent.named_children()):
             if child in list(quantized_layers(parent)):
                 plain = torch.nn.Linear(child.in_features, child.out_features, bias=False)
-                plain.weight = torch.nn.Parameter(dense_weight(child).float(), requires_grad=False)
+                plain.weight = torch.nn.Parameter(dequantize(child).float(), requires_grad=False)
                 setattr(parent, name, plain)
     return model
 
@@ -395,7 +395,7 @@ def test_in_half_precision_the_first_changes_of_an_adapter_reach_the_sampler():
 def test_dense_weights_have_the_dtype_of_the_products(folder):
     for compute in (torch.float32, torch.bfloat16):
         layer = next(layer for layer in quantized_layers(loaded(folder, compute=compute)) if is_4bit(layer))
-        assert dense_weight(layer).dtype == compute and layer.weight.quant_state.dtype == torch.float32
+        assert dequantize(layer).dtype == compute and layer.weight.quant_state.dtype == torch.float32
 
 
 @pytest.mark.usefixtures("processor")
