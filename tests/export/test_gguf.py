@@ -152,7 +152,7 @@ def test_an_adapter_is_merged_on_the_way(tmp_path: Path) -> None:
     model = adapted(base_folder(tmp_path / "base"), **ADAPTERS["head"])
     model.save_pretrained(tmp_path / "adapter")
     report = to_gguf(tmp_path / "adapter", tmp_path / "model.gguf", quantization="F16")
-    assert report.rounding.divergence < 1e-5 < 1e-3 < report.effect.divergence
+    assert report.rounding.divergence < 1e-5 < 1e-3 < report.training_delta.divergence
     names = {tensor.name for tensor in gguf.GGUFReader(report.file).tensors}
     assert "output.weight" in names, "the head was trained, and is no longer the embedding"
     ids = check_ids(TOKENIZER, 448)
@@ -169,8 +169,8 @@ def test_an_adapter_is_merged_on_the_way(tmp_path: Path) -> None:
         ("_interleaved", lambda weight, heads: weight, "is not the trained one"),
         ("_plain_frequencies", lambda config: torch.ones(8), "other rotary frequencies"),
         ("_encoded", lambda tensor, _: ((tensor.numpy() * 1.01).astype(np.float32), gguf.GGMLQuantizationType.F32),
-         "is not the tensor of the model"),
-        ("vocabulary", lambda tokenizer, model: vocabulary(tiny_bpe_tokenizer(TEXT[:200]), model), "cuts a text into"),
+         "differs from the tensor of the model"),
+        ("vocabulary", lambda tokenizer, model: vocabulary(tiny_bpe_tokenizer(TEXT[:200]), model), "splits a text"),
     ],
     ids=["rotation", "frequencies", "numbers", "tokenizer"],
 )  # fmt: skip
@@ -215,11 +215,11 @@ def test_other_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    with pytest.raises(UnsupportedError, match="cuts text by Punctuation, ByteLevel"):
+    with pytest.raises(UnsupportedError, match="splits text by Punctuation, ByteLevel"):
         to_gguf(model, file, tokenizer=other)
-    with pytest.raises(ConfigError, match="ids up to 399, and the model embeds 128 tokens"):
+    with pytest.raises(ConfigError, match="ids up to 399, and the model has embeddings for 128"):
         to_gguf(tiny_model(), file, tokenizer=TOKENIZER)
-    with pytest.raises(ConfigError, match="holds a tokenizer, and none was found"):
+    with pytest.raises(ConfigError, match="contains a tokenizer, and none was found"):
         to_gguf(model, file)
     with pytest.raises(UnsupportedError, match="quantization='q4_k_m'"):
         to_gguf(model, file, tokenizer=TOKENIZER, quantization="q4_k_m")

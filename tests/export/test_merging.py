@@ -153,7 +153,7 @@ def test_a_model_in_use_is_left_as_it_is(
 def test_what_was_measured_is_reported(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     report = merge(adapted(base, **ADAPTERS["plain"]), tmp_path / "merged", dtype=torch.bfloat16)
     assert report.dtype == "bfloat16" and report.is_tied
-    assert report.merging.largest < 1e-4 < report.rounding.largest < report.effect.largest
+    assert report.merging.largest < 1e-4 < report.rounding.largest < report.training_delta.largest
     assert "Rounding the weights to bfloat16" not in caplog.text
     weak = adapted(base, **ADAPTERS["plain"])
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_what_was_measured_is_reported(base: Path, tmp_path: Path, caplog: pytes
 def test_a_whole_model_keeps_its_dtype(tmp_path: Path) -> None:
     family_model("Qwen3", dtype=torch.float16).save_pretrained(tmp_path / "model")
     report = merge(tmp_path / "model", tmp_path / "merged")
-    assert report.dtype == "float16" and report.rounding.largest == report.effect.largest == 0.0
+    assert report.dtype == "float16" and report.rounding.largest == report.training_delta.largest == 0.0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "merged"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
@@ -185,7 +185,7 @@ def test_weights_before_quantisation_only_with_a_warning(
     delta = merged.model.layers[0].mlp.up_proj.weight - plain.model.layers[0].mlp.up_proj.weight
     assert torch.linalg.matrix_rank(delta.detach(), atol=1e-4) == 4, "the base of the difference is the original one"
     assert difference(logits_of(model, ids), logits_of(merged, ids)).divergence > 1e-4
-    with pytest.raises(ConfigError, match="is for an adapter that was trained on a quantised base"):
+    with pytest.raises(ConfigError, match="applies only to an adapter that was trained on a quantised base"):
         merge(adapted(base, **ADAPTERS["plain"]), tmp_path / "other", base_weights="original")
 
 
@@ -195,7 +195,7 @@ def test_weights_before_quantisation_only_with_a_warning(
 def test_a_wrong_merge_is_noticed_and_leaves_nothing(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = merging_module.fold_adapter
+    whole = merging_module.merge_adapter
 
     def wrong(model: Any) -> Any:
         merged = whole(model)
@@ -203,8 +203,8 @@ def test_a_wrong_merge_is_noticed_and_leaves_nothing(
             merged.model.layers[1].mlp.down_proj.weight[0, 0] += 0.5
         return merged
 
-    monkeypatch.setattr(merging_module, "fold_adapter", wrong)
-    with pytest.raises(ExportError, match=r"log-probs differ by up to \d.* nats, and 0.001 is the bound"):
+    monkeypatch.setattr(merging_module, "merge_adapter", wrong)
+    with pytest.raises(ExportError, match=r"log-probs differ by up to \d.* nats, and 0.001 is the limit"):
         merge(adapted(base, **ADAPTERS["plain"]), tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
 
@@ -255,10 +255,10 @@ def refused(error: type[Exception], message: str, model: Any, output: Path, **se
 def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     model = adapted(base, **ADAPTERS["plain"])
-    refused(ConfigError, "is no folder", tmp_path / "nowhere", output)
+    refused(ConfigError, "is not a folder", tmp_path / "nowhere", output)
     (tmp_path / "empty").mkdir()
     refused(ConfigError, "has neither an adapter", tmp_path / "empty", output)
-    refused(ConfigError, "dtype='int8' is none of", model, output, dtype="int8")
+    refused(ConfigError, "dtype='int8' is not a supported dtype", model, output, dtype="int8")
     refused(ConfigError, "base_weights='fp8' must be", model, output, base_weights="fp8")
     refused(ConfigError, "is a whole model, and base=", base, output, base=str(base))
     refused(UnsupportedError, "cannot be merged: Impossible to merge LoRA with `lora_bias=True`",
@@ -291,7 +291,7 @@ def test_adapters_that_do_not_fit_are_refused(base: Path, tmp_path: Path) -> Non
     save_file(dict(list(weights.items())[2:]), tmp_path / "adapter" / "adapter_model.safetensors")
     refused(ConfigError, "lacks 2 of its weights", tmp_path / "adapter", tmp_path / "out")
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
-    refused(ConfigError, "no weights beside it", tmp_path / "adapter", tmp_path / "out")
+    refused(ConfigError, "but no weights", tmp_path / "adapter", tmp_path / "out")
 
 
 def test_a_base_that_has_moved_is_asked_for(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,12 @@ def test_a_base_that_has_moved_is_asked_for(base: Path, tmp_path: Path, monkeypa
     model = adapted(base_folder(tmp_path / "moving"), **ADAPTERS["plain"])
     model.save_pretrained(tmp_path / "adapter")
     (tmp_path / "moving").rename(tmp_path / "moved")
-    refused(ConfigError, r"base=NAME_OR_PATH \(--base\) says where it is now", tmp_path / "adapter", tmp_path / "out")
+    refused(
+        ConfigError,
+        r"give its current location with base=NAME_OR_PATH \(--base\)",
+        tmp_path / "adapter",
+        tmp_path / "out",
+    )
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "../moved"}))
     monkeypatch.chdir(tmp_path / "moved")

@@ -117,12 +117,12 @@ def test_it_gives_up_with_the_command_that_goes_on(hub: Hub, run: Path) -> None:
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_refusal_is_not_tried_again(hub: Hub, run: Path, status: int) -> None:
     hub.fault = lambda method, path: status if "create" in path else None
-    with pytest.raises(ConfigError, match="The Hub does not take the upload to 'sums'"):
+    with pytest.raises(ConfigError, match="The Hub refuses the upload to 'sums'"):
         push(run, "sums", wait=100)
     assert hub.count("POST", "create") == 1
-    with pytest.raises(ConfigError, match="does not take the upload to 'a/b/c'"):
+    with pytest.raises(ConfigError, match="refuses the upload to 'a/b/c'"):
         push(run, "a/b/c", wait=100)
-    with pytest.raises(ConfigError, match="no folder with files"):
+    with pytest.raises(ConfigError, match="is not a folder with files"):
         push(run / "nowhere", "sums")
 
 

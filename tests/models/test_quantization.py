@@ -31,7 +31,7 @@ from grupo.models.peft_setup import add_adapter
 from grupo.models.quantization import (
     arithmetic_dtype,
     dense_bytes,
-    dense_weight,
+    dequantize,
     quantization_config,
 )
 from grupo.policy.batching import collate
@@ -41,7 +41,7 @@ from grupo.rollout.engine import GenerationRequest, completion_seed
 from grupo.rollout.local.engine import LocalEngine
 from grupo.rollout.local.inference_copy import make_inference_copy
 from grupo.sampling import SamplingSpec
-from grupo.trainer.sft_trainer import padded, sft_trainer
+from grupo.trainer.sft_trainer import pad_batch, sft_trainer
 from grupo.types import Prompt, TrainingSample
 from grupo.utils.quantized_layers import evaluation_mode, is_4bit, quantized_layers, set_evaluation_mode
 from tiny import tiny_model, tiny_tokenizer
@@ -87,7 +87,7 @@ def dequantised(model):
         for name, child in list(parent.named_children()):
             if child in list(quantized_layers(parent)):
                 plain = torch.nn.Linear(child.in_features, child.out_features, bias=False)
-                plain.weight = torch.nn.Parameter(dense_weight(child).float(), requires_grad=False)
+                plain.weight = torch.nn.Parameter(dequantize(child).float(), requires_grad=False)
                 setattr(parent, name, plain)
     return model
 
@@ -280,7 +280,7 @@ def test_the_supervised_trainer_evaluates_what_is_trained(folder, tmp_path, kind
     trainer = sft_trainer(model, shown, tiny_tokenizer(), args)
     found = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     with torch.no_grad():
-        wanted = dequantised(model)(**padded(trainer.train_dataset)).loss
+        wanted = dequantised(model)(**pad_batch(trainer.train_dataset)).loss
     assert found == pytest.approx(float(wanted), rel=1e-5)
     _, after = gradients(model)
     assert all(torch.equal(gradient, after[name]) for name, gradient in before.items())
@@ -395,7 +395,7 @@ def test_in_half_precision_the_first_changes_of_an_adapter_reach_the_sampler():
 def test_dense_weights_have_the_dtype_of_the_products(folder):
     for compute in (torch.float32, torch.bfloat16):
         layer = next(layer for layer in quantized_layers(loaded(folder, compute=compute)) if is_4bit(layer))
-        assert dense_weight(layer).dtype == compute and layer.weight.quant_state.dtype == torch.float32
+        assert dequantize(layer).dtype == compute and layer.weight.quant_state.dtype == torch.float32
 
 
 @pytest.mark.usefixtures("processor")

@@ -206,7 +206,7 @@ def test_the_same_again_is_no_change_and_another_is_refused(folder):
         ({"modules_to_save": ["nope"]}, "no such module"),
         ({"layers_to_transform": [0, 7]}, r"\[7\]"),
         ({"bias": "yes"}, "bias='yes'.*lora_only"),
-        ({"lora_dropout": -0.1}, "share"),
+        ({"lora_dropout": -0.1}, "probability"),
         ({"target_modules": "all-linear", "layers_to_transform": [0]}, "layers_to_transform"),
         ({"random_state": None}, "whole number"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 
 from grupo.errors import ConfigError
 from grupo.export import merge, push, to_gguf
-from grupo.export.source import ADAPTER_CONFIG, Source, adapter_weights, check_free, find_source, staged
+from grupo.export.source import ADAPTER_CONFIG, Source, adapter_weights, atomic_output, find_source, require_absent
 from grupo.runs.model_card import card_from_files
 from grupo.runs.plots import REWARD_CURVE
 from grupo.utils.messages import BASE_QUANTIZATION
@@ -81,7 +81,7 @@ def export(run: str, to: str, options: ExportOptions) -> int:
         print(f"{merged.folder}  {merged.dtype}, head and embedding {'tied' if merged.is_tied else 'separate'}")
         print(f"merged model against adapter on base: log-probs differ by at most {merged.merging.largest:.1e} nats")
         print(f"rounding to {merged.dtype}: difference {merged.rounding.divergence:.1e} nats/token "
-              f"(training changed the model by {merged.effect.divergence:.1e})")  # fmt: skip
+              f"(training changed the model by {merged.training_delta.divergence:.1e})")  # fmt: skip
         return 0
     quantization = options.quantization or "q8_0"
     made = to_gguf(
@@ -89,7 +89,7 @@ def export(run: str, to: str, options: ExportOptions) -> int:
     )
     print(f"{made.file}  {made.quantization}, {made.bytes / 1e6:.1f} MB, pre-tokenizer {made.pre_tokenizer}")
     print(f"difference from the trained model: {made.rounding.divergence:.1e} nats/token "
-          f"(training changed the model by {made.effect.divergence:.1e})")  # fmt: skip
+          f"(training changed the model by {made.training_delta.divergence:.1e})")  # fmt: skip
     return 0
 
 
@@ -97,14 +97,14 @@ def _output(run: str, given: str | None, ending: str) -> Path:
     """By default next to the run: `runs/sums-merged`."""
     folder = Path(run).resolve()
     path = Path(given) if given is not None else folder.with_name(f"{folder.name}-{ending}")
-    check_free(path)
+    require_absent(path)
     return path
 
 
 def _copy_adapter(source: Source, output: Path) -> None:
     if not source.is_adapter:
         raise ConfigError(f"{source.folder} has a whole model, not an adapter. Export it with --to merged.")
-    with staged(output) as folder:
+    with atomic_output(output) as folder:
         for pattern in ADAPTER_FILES:
             for file in source.folder.glob(pattern):
                 if file.is_file():

@@ -1,6 +1,6 @@
-"""Trained models for other programs: merged folders, GGUF files, the Hub. Each artefact is loaded back and compared.
+"""Trained models for other programs: merged folders, GGUF files, the Hub. Each result is loaded back and compared.
 
-Names are imported on first use: an upload needs no torch.
+Names are imported on first use, because an upload needs no torch.
 """
 
 from __future__ import annotations

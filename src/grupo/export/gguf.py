@@ -1,10 +1,11 @@
-"""A GGUF file for llama.cpp and what is built on it, of Llama, Qwen2 and Qwen3 models.
+"""GGUF files of Llama, Qwen2 and Qwen3 models, for llama.cpp and programs that are built on it.
 
-The layout is that of llama.cpp's own converter; what it is, is said in docs/export.md. H heads, D numbers a head.
+The layout follows llama.cpp's own converter (docs/export.md). H heads, D head size.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,31 +18,39 @@ from torch import Tensor
 from grupo.errors import ConfigError, ExportError, UnsupportedError
 from grupo.export.gguf_tokenizer import GgufVocabulary, check_tokenizer, vocabulary
 from grupo.export.logit_check import BOUNDS, Difference, check_close, logits_of
-from grupo.export.merging import fold, warn_about_loss
-from grupo.export.source import check_free, scratch_beside
+from grupo.export.merging import load_merged, warn_about_loss
+from grupo.export.source import require_absent, scratch_next_to
 
 if TYPE_CHECKING:
     import gguf
 
+logger = logging.getLogger("grupo")
+
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 QUANTIZATIONS = ("q8_0", "f16")
 BLOCK = 32
-"""Numbers that share a scale in Q8_0."""
+"""Weights that share a scale in Q8_0."""
 
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What became of an export; differences are those of `grupo.export.logit_check`, in nats."""
+    """Result of an export; differences are those of `grupo.export.logit_check`, in nats."""
 
     file: Path
     quantization: str
     bytes: int
     rounding: Difference
     """Between the trained policy in float32 and the model loaded back from the file."""
-    effect: Difference
-    """Between the base model and the trained policy: what training has changed."""
+    training_delta: Difference
+    """Between the base model and the trained policy: the change by training."""
     pre_tokenizer: str
-    """Its name in llama.cpp."""
+    """Name of the pre-tokenizer in llama.cpp."""
+
+    @property
+    def effect(self) -> Difference:
+        """Former name of `training_delta`."""
+        logger.warning("GgufReport.effect is now called training_delta.")
+        return self.training_delta
 
 
 def to_gguf(
@@ -55,29 +64,29 @@ def to_gguf(
     base_weights: str = "dequantised",
     trust_remote_code: bool = False,
 ) -> GgufReport:
-    """Writes a GGUF file of a model, or of an adapter merged into its base in float32, and loads it back.
+    """Writes a GGUF file of a model, or of an adapter merged into its base in float32, and checks it.
 
     Args:
         model: a model, a PEFT model, or a folder: of a run, a checkpoint, an adapter or a model.
-        output_file: nothing that exists is overwritten.
+        output_file: file to write; nothing is overwritten.
         tokenizer: by default that of the folder, or of the model by its name.
         quantization: "q8_0" (8 bit in blocks of 32) or "f16"; one-dimensional tensors stay in float32.
         base, quantization_config, base_weights: as in `merge`.
 
     Raises:
         ConfigError: there is no such model, base or tokenizer, or the file exists.
-        UnsupportedError: a model or a tokenizer that the file could not describe.
-        ExportError: what comes back from the file is not the trained model; nothing is written.
+        UnsupportedError: the file could not describe this model or tokenizer.
+        ExportError: the model loaded back from the file is not the trained one; nothing is written.
     """
     output = Path(output_file)
-    check_free(output)
+    require_absent(output)
     quantization = quantization.lower()
     if quantization not in QUANTIZATIONS:
         raise UnsupportedError(
-            f"quantization={quantization!r}: GGUF files are written in {' and '.join(QUANTIZATIONS)}. For another one, "
-            "write f16 and convert it by llama.cpp's llama-quantize."
+            f"quantization={quantization!r}: GGUF files are written as {' and '.join(QUANTIZATIONS)}. For another "
+            "quantisation, write f16 and convert it with llama.cpp's llama-quantize."
         )
-    folded = fold(
+    policy = load_merged(
         model,
         tokenizer=tokenizer,
         base=base,
@@ -85,38 +94,38 @@ def to_gguf(
         base_weights=base_weights,
         trust_remote_code=trust_remote_code,
     )
-    check_describable(folded.model)
-    if folded.tokenizer is None:
-        raise ConfigError("A GGUF file holds a tokenizer, and none was found beside the model. Pass tokenizer=.")
-    words = vocabulary(folded.tokenizer, folded.model)
-    with scratch_beside(output) as scratch:
+    check_describable(policy.model)
+    if policy.tokenizer is None:
+        raise ConfigError("A GGUF file contains a tokenizer, and none was found for the model. Pass tokenizer=.")
+    vocab = vocabulary(policy.tokenizer, policy.model)
+    with scratch_next_to(output) as scratch:
         file = scratch / (output.name if output.suffix == ".gguf" else f"{output.name}.gguf")
-        _write(file, folded.model, words, quantization, name=output.stem)
-        _check_file(file, folded.model, folded.tokenizer)
-        again = logits_of(_loaded(file, folded.model), folded.ids)
-        rounding = check_close(folded.logits, again, f"The model loaded back from {file.name}", BOUNDS[quantization])
-        warn_about_loss(rounding, folded.effect, f"Writing the weights as {quantization}", _wider(quantization))
+        _write(file, policy.model, vocab, quantization, name=output.stem)
+        _check_file(file, policy.model, policy.tokenizer)
+        again = logits_of(_loaded(file, policy.model), policy.ids)
+        rounding = check_close(policy.logits, again, f"The model loaded back from {file.name}", BOUNDS[quantization])
+        warn_about_loss(rounding, policy.training_delta, f"Writing the weights as {quantization}", _wider(quantization))
         size = file.stat().st_size
-        check_free(output)
+        require_absent(output)
         file.rename(output)
-    return GgufReport(output, quantization, size, rounding, folded.effect, words.pre_tokenizer)
+    return GgufReport(output, quantization, size, rounding, policy.training_delta, vocab.pre_tokenizer)
 
 
 def check_describable(model: Any) -> None:
-    """Raises an UnsupportedError for what a GGUF file cannot say of a model, or llama.cpp does not read."""
+    """Raises an UnsupportedError for a model that a GGUF file cannot describe or llama.cpp does not support."""
     config = model.config
     kind = config.model_type
     if kind not in ARCHITECTURES:
         raise UnsupportedError(
             f"GGUF files are written for {', '.join(ARCHITECTURES)}; this is a model of the type {kind!r}. Export it "
-            "with --to merged and convert it by llama.cpp's convert_hf_to_gguf.py."
+            "with --to merged and convert it with llama.cpp's convert_hf_to_gguf.py."
         )
     rope = config.rope_parameters
     scalings = {"default", "linear", *(("llama3",) if kind == "llama" else ())}
-    for there, what in (
+    for is_present, what in (
         (config.hidden_act != "silu", f"the activation {config.hidden_act!r}"),
         (rope.get("rope_type", "default") not in scalings, f"rotary scaling of the type {rope.get('rope_type')!r}"),
-        (rope.get("partial_rotary_factor", 1.0) != 1.0, "rotary embeddings of a part of each head"),
+        (rope.get("partial_rotary_factor", 1.0) != 1.0, "rotary embeddings on only a part of each head"),
         (
             "sliding_attention" in (getattr(config, "layer_types", None) or ()),
             "layers with a sliding window",
@@ -124,15 +133,15 @@ def check_describable(model: Any) -> None:
         (kind == "qwen3" and config.attention_bias, "biases in the attention of Qwen3"),
         (_head_dim(config) % 2 == 1, "heads of an odd size"),
     ):
-        if there:
-            raise UnsupportedError(f"The model has {what}, which no GGUF file of the type {kind} can say.")
+        if is_present:
+            raise UnsupportedError(f"The model has {what}, which a GGUF file of the type {kind} cannot describe.")
 
 
 def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _write(file: Path, model: Any, words: GgufVocabulary, quantization: str, *, name: str) -> None:
+def _write(file: Path, model: Any, vocab: GgufVocabulary, quantization: str, *, name: str) -> None:
     import gguf
 
     config = model.config
@@ -158,7 +167,7 @@ def _write(file: Path, model: Any, words: GgufVocabulary, quantization: str, *, 
     if config.rope_parameters.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-    words.add_to(writer)
+    vocab.add_to(writer)
     for tensor_name, tensor in _tensors(model):
         data, kind = _encoded(tensor, quantization)
         writer.add_tensor(tensor_name, data, raw_dtype=kind)
@@ -169,17 +178,17 @@ def _write(file: Path, model: Any, words: GgufVocabulary, quantization: str, *, 
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and float32 tensors as llama.cpp has them."""
+    """Names and float32 tensors in the form of llama.cpp."""
     import gguf
 
     config = model.config
     architecture = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[config.model_type]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    # The head of a tied model is no parameter of its own, and llama.cpp takes the embedding where there is none.
+    # A tied head is not a separate parameter; llama.cpp uses the embedding if there is no head.
     for name, tensor in model.named_parameters():
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if mapped is None:
-            raise UnsupportedError(f"GGUF files of the type {config.model_type} have no place for the tensor {name}.")
+            raise UnsupportedError(f"GGUF files of the type {config.model_type} cannot hold the tensor {name}.")
         if config.model_type == "llama" and ".attn_q." in mapped:
             tensor = _interleaved(tensor, config.num_attention_heads)
         elif config.model_type == "llama" and ".attn_k." in mapped:
@@ -190,13 +199,13 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows (H D, ...) in the order of llama.cpp's Llama, which rotates neighbours; transformers rotates halves."""
+    """Rows (H D, ...) in the order of llama.cpp, which rotates neighbours; transformers rotates halves."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _plain_frequencies(config: Any) -> Tensor:
-    """Of rotary embeddings without scaling, (D / 2,)."""
+    """(D / 2,) frequencies of rotary embeddings without scaling."""
     dim = _head_dim(config)
     frequencies: Tensor = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
     return frequencies
@@ -211,12 +220,12 @@ def _encoded(tensor: Tensor, quantization: str) -> tuple[np.ndarray, gguf.GGMLQu
     if quantization == "q8_0" and data.shape[-1] % BLOCK == 0:
         return gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0
     if np.abs(data).max() > np.finfo(np.float16).max:
-        raise UnsupportedError("The model has weights beyond 65,504, the largest number of float16.")
+        raise UnsupportedError("The model has weights above 65,504, the largest float16 number.")
     return data.astype(np.float16), gguf.GGMLQuantizationType.F16
 
 
 def _loaded(file: Path, model: Any) -> Any:
-    """The model of the file in float32, by transformers, which reads no rotary scaling: `_check_file` does."""
+    """The model of the file in float32. transformers does not read rotary scaling; `_check_file` checks it."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     loader: Any = AutoModelForCausalLM
@@ -230,15 +239,13 @@ def _loaded(file: Path, model: Any) -> Any:
 
 
 def _check_file(file: Path, model: Any, tokenizer: Any) -> None:
-    """What a reader of the raw file finds: every tensor within its rounding, the rotary frequencies, the tokenizer."""
+    """Checks the raw file: each tensor within its rounding, the rotary frequencies, the tokenizer."""
     import gguf
 
     try:
         reader = gguf.GGUFReader(str(file))
-    except (ValueError, IndexError) as error:  # the library does not say so when the disk is full
-        raise ExportError(
-            f"{file.name} was not written to its end: is the disk full? Nothing is left of it."
-        ) from error
+    except (ValueError, IndexError) as error:  # the library does not report a full disk
+        raise ExportError(f"{file.name} was not written completely: is the disk full? It was removed.") from error
     found = {tensor.name: tensor for tensor in reader.tensors}
     expected = dict(_tensors(model))
     if found.keys() != expected.keys():
@@ -246,7 +253,7 @@ def _check_file(file: Path, model: Any, tokenizer: Any) -> None:
     for name, tensor in expected.items():
         values = torch.from_numpy(np.array(gguf.quants.dequantize(found[name].data, found[name].tensor_type)))
         if values.shape != tensor.shape or not _within_rounding(values, tensor, found[name].tensor_type):
-            raise ExportError(f"{name} in {file.name} is not the tensor of the model, by more than its rounding.")
+            raise ExportError(f"{name} in {file.name} differs from the tensor of the model by more than its rounding.")
     kind = model.config.model_type
     field = {name: reader.fields[f"{kind}.rope.{name}"].contents() for name in ("freq_base", "dimension_count")}
     exponents = torch.arange(0, field["dimension_count"], 2).float() / field["dimension_count"]
@@ -256,7 +263,7 @@ def _check_file(file: Path, model: Any, tokenizer: Any) -> None:
     if "rope_freqs.weight" in found:
         frequencies = frequencies / torch.from_numpy(np.array(found["rope_freqs.weight"].data))
     if not torch.allclose(frequencies, model.model.rotary_emb.inv_freq.float(), rtol=1e-5, atol=0):
-        raise ExportError(f"{file.name} says other rotary frequencies than those of the model.")
+        raise ExportError(f"{file.name} has other rotary frequencies than the model.")
     check_tokenizer(file, tokenizer)
 
 

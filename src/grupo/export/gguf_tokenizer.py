@@ -52,21 +52,21 @@ def vocabulary(tokenizer: Any, model: Any) -> GgufVocabulary:
         ConfigError: the tokenizer has more tokens than the model.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise UnsupportedError(f"{type(tokenizer).__name__} has no tokenizer.json, which a GGUF file is made from.")
+        raise UnsupportedError(f"{type(tokenizer).__name__} has no tokenizer.json, which a GGUF file needs.")
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     bpe = parts["model"]
     if bpe["type"] != "BPE" or bpe.get("byte_fallback"):
         kind = "SentencePiece" if bpe.get("byte_fallback") or bpe["type"] == "Unigram" else bpe["type"]
         raise UnsupportedError(
             f"The tokenizer is of the kind {kind}; GGUF files are written for byte-level BPE (Llama 3, Qwen, SmolLM). "
-            "Export with --to merged and convert by llama.cpp's convert_hf_to_gguf.py."
+            "Export with --to merged and convert with llama.cpp's convert_hf_to_gguf.py."
         )
     rows = model.get_input_embeddings().weight.shape[0]
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
     if max(by_id) >= rows:
         raise ConfigError(
-            f"The tokenizer has ids up to {max(by_id)}, and the model embeds {rows} tokens: they do not belong "
-            "together."
+            f"The tokenizer has ids up to {max(by_id)}, and the model has embeddings for {rows} tokens: they do not "
+            "belong together."
         )
     added = tokenizer.added_tokens_decoder
     tokens, types = [], []
@@ -88,7 +88,7 @@ def check_tokenizer(file: Path, tokenizer: Any) -> None:
     now, before = (part(TEXT, add_special_tokens=False)["input_ids"] for part in (again, tokenizer))
     if now != before:
         raise ExportError(
-            f"The tokenizer loaded back from {file.name} cuts a text into {len(now)} tokens that are not the "
+            f"The tokenizer loaded back from {file.name} splits a text into {len(now)} tokens that are not the "
             f"{len(before)} of the model's tokenizer. Nothing was written."
         )
 
@@ -127,7 +127,7 @@ def _pre_tokenizer(parts: dict[str, Any]) -> str:
         if kinds == ["Split", "ByteLevel"] and pattern in SPLITS and not last["use_regex"]:
             return SPLITS[pattern]
     raise UnsupportedError(
-        f"The tokenizer cuts text by {', '.join(map(str, kinds))}"
+        f"The tokenizer splits text by {', '.join(map(str, kinds))}"
         + (f" after the normalisation {normalizer}" if normalizer else "")
-        + ", in a way that has no known name in llama.cpp: it would read prompts differently. Export with --to merged."
+        + ", which has no known name in llama.cpp: it would tokenize prompts differently. Export with --to merged."
     )

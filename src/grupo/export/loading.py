@@ -1,4 +1,4 @@
-"""The trained policy in float32 on the CPU, adapter on dequantised base, from a folder or from a model in use."""
+"""Loads the trained policy in float32 on the CPU, adapter on dequantised base, from a folder or a live model."""
 
 from __future__ import annotations
 
@@ -30,34 +30,36 @@ from grupo.utils.quantized_layers import set_evaluation_mode
 
 
 @dataclass(frozen=True)
-class Policy:
-    """A model that nobody else holds, so that it can be changed."""
+class LoadedPolicy:
+    """A policy that is owned by the caller and may be changed."""
 
     model: Any
-    """In float32: a PeftModel, or a plain model where there is no adapter."""
+    """Float32 model: a PeftModel, or a plain model if there is no adapter."""
     tokenizer: Any
-    """None where none was found."""
+    """None if none was found."""
     dtype: torch.dtype
-    """Of the base model, before it was quantised."""
+    """Dtype of the base model before its quantisation."""
     was_quantised: bool
 
 
 def open_folder(
     folder: str | Path, *, base: str | None, quantization_config: Any, tokenizer: Any, trust_remote_code: bool
-) -> Policy:
-    """The policy in a folder: of a run, a checkpoint, an adapter or a model.
+) -> LoadedPolicy:
+    """The policy in the folder of a run, a checkpoint, an adapter or a model.
 
     Args:
-        base: where the base model is, if it is not where the adapter says.
-        quantization_config: of the base in training.
+        base: name or path of the base model, if it is not where the adapter says.
+        quantization_config: quantisation of the base model in training.
 
     Raises:
         ConfigError: no such folder, base model or weights.
-        UnsupportedError: the base is quantised by something else than bitsandbytes.
+        UnsupportedError: the base is quantised by another library than bitsandbytes.
     """
     source = find_source(folder)
     if base is not None and not source.is_adapter:
-        raise ConfigError(f"{source.folder} is a whole model, and base={base!r} is for an adapter. Leave it out.")
+        raise ConfigError(
+            f"{source.folder} is a whole model, and base={base!r} applies only to an adapter. Leave it out."
+        )
     quantised = source.quantization
     revision = {"revision": source.adapter_config["revision"]} if source.adapter_config.get("revision") else {}
     try:
@@ -75,8 +77,8 @@ def open_folder(
     except ConfigError as error:
         if not source.is_adapter:
             raise
-        raise ConfigError(f"{error} It is the base model of the adapter {source.folder}; base=NAME_OR_PATH (--base) "
-                          "says where it is now.") from error  # fmt: skip
+        raise ConfigError(f"{error} It is the base model of the adapter {source.folder}; give its current "
+                          "location with base=NAME_OR_PATH (--base).") from error  # fmt: skip
     was_quantised = is_quantised(model)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if tokenizer is None:
@@ -84,15 +86,15 @@ def open_folder(
     model = _plain_float32(model)
     if source.is_adapter:
         model = _attach(model, source.folder)
-    return Policy(model, tokenizer, dtype, was_quantised)
+    return LoadedPolicy(model, tokenizer, dtype, was_quantised)
 
 
-def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy:
-    """A copy of a model that is in use, in float32; the model is not touched.
+def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> LoadedPolicy:
+    """A float32 copy of a live model, which is not changed.
 
     Raises:
         ConfigError: this is no model, or its 4-bit layers were packed by bitsandbytes.
-        UnsupportedError: an adapter of another kind, or several at once.
+        UnsupportedError: the adapter is of an unsupported kind, or several are active.
     """
     if not hasattr(model, "config"):
         raise ConfigError(
@@ -101,13 +103,13 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
     has_adapter = hasattr(model, "get_base_model")
     if not has_adapter and getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedError(
-            "The model has an adapter that transformers put into it. Load it by "
+            "The model has an adapter that was loaded by transformers. Load it with "
             "peft.AutoPeftModelForCausalLM.from_pretrained(folder), or pass the adapter's folder."
         )
     if tokenizer is None and model_name_or_path(model):
         tokenizer = _tokenizer_of(None, model, trust_remote_code=trust_remote_code)
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise UnsupportedError("Weights of the model are on disk or nowhere (device_map). Pass its folder instead.")
+        raise UnsupportedError("Weights of the model are on disk or not loaded (device_map). Pass its folder instead.")
     check_unpacked(
         model,
         "Load the model again, or, where it has an adapter, save that by model.save_pretrained(folder) and pass the "
@@ -115,30 +117,30 @@ def open_model(model: Any, *, tokenizer: Any, trust_remote_code: bool) -> Policy
     )
     dtype, was_quantised = _dtype_in_memory(base_model(model)), is_quantised(base_model(model))
     if not has_adapter:
-        return Policy(_base_copy(model), tokenizer, dtype, was_quantised)
+        return LoadedPolicy(_base_copy(model), tokenizer, dtype, was_quantised)
     (adapter,) = _one_adapter(model)
-    # The adapter goes by way of its files: what they lack is noticed.
+    # The adapter is saved and loaded, so that weights missing from its files are noticed.
     with _saved(model, adapter) as folder:
         again = _attach(_base_copy(model), folder)
     _check_all_trained_is_there(model, again, adapter)
-    return Policy(again, tokenizer, dtype, was_quantised)
+    return LoadedPolicy(again, tokenizer, dtype, was_quantised)
 
 
-def on_original_base(policy: Policy, base: str | None, *, trust_remote_code: bool) -> Any:
-    """The adapter on its base model as that was before quantisation.
+def on_original_base(policy: LoadedPolicy, base: str | None, *, trust_remote_code: bool) -> Any:
+    """The adapter on its base model before quantisation.
 
     Raises:
-        ConfigError: there is no adapter, the base was not quantised, or it exists in its quantised form only.
+        ConfigError: there is no adapter, the base was not quantised, or it exists only in its quantised form.
     """
     if not policy.was_quantised or not hasattr(policy.model, "get_base_model"):
         raise ConfigError(
-            "base_weights='original' is for an adapter that was trained on a quantised base; leave it out."
+            "base_weights='original' applies only to an adapter that was trained on a quantised base; leave it out."
         )
     name = base or model_name_or_path(policy.model)
     original = load_policy(name, {"dtype": torch.float32}, trust_remote_code=trust_remote_code)
     if is_quantised(original):
         raise ConfigError(
-            f"base_weights='original': {name!r} itself is quantised. Name the model that it was made from: "
+            f"base_weights='original': {name!r} itself is quantised. Give the model from which it was made: "
             "base=NAME_OR_PATH (--base)."
         )
     with _saved(policy.model, *_one_adapter(policy.model)) as folder:
@@ -147,12 +149,12 @@ def on_original_base(policy: Policy, base: str | None, *, trust_remote_code: boo
 
 @contextlib.contextmanager
 def _saved(model: Any, adapter: str) -> Iterator[Path]:
-    """The adapter in a folder of its own, for a base model that has the changes which some adapters begin with."""
+    """The adapter in a temporary folder, without an initialisation that would change the base model again."""
     with tempfile.TemporaryDirectory() as scratch:
         model.save_pretrained(scratch, selected_adapters=[adapter], save_embedding_layers=False)
         folder = Path(scratch) if adapter == "default" else Path(scratch) / adapter
         config = read_json(folder / ADAPTER_CONFIG)
-        # PiSSA and others move a part of the base model into the adapter when they start; that is done.
+        # PiSSA and others move a part of the base model into the adapter at initialisation, which is already done.
         if "init_lora_weights" in config:
             (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, "init_lora_weights": True}), encoding="utf-8")
         yield folder
@@ -163,20 +165,20 @@ def is_quantised(model: Any) -> bool:
 
 
 def _attach(model: Any, folder: Path) -> Any:
-    """The adapter of a folder on its base model, all of it in float32."""
+    """The adapter in a folder on its base model, in float32."""
     from peft import PeftConfig, PeftModel
 
     config = PeftConfig.from_pretrained(str(folder))
     if getattr(config, "is_prompt_learning", False):
         raise UnsupportedError(
-            f"{folder} has virtual tokens ({config.peft_type.value}), which are no part of any weight: they cannot be "
+            f"{folder} has virtual tokens ({config.peft_type.value}), which are not part of any weight and cannot be "
             "merged. Export it with --to adapter."
         )
     saved = adapter_weights(folder)
     resize_to_saved_vocab(model, saved)
     try:
         with warnings.catch_warnings():
-            # Whether head and embedding stay tied is decided, and said, by who merges.
+            # Merging decides, and logs, whether head and embedding stay tied.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=True)
     except (RuntimeError, ValueError, KeyError) as error:
@@ -186,7 +188,7 @@ def _attach(model: Any, folder: Path) -> Any:
     missing, _ = missing_weights(adapted, saved)
     if missing:
         raise ConfigError(
-            f"The adapter {folder} lacks {len(missing)} of its weights, {min(missing)} for one: it is damaged, or "
+            f"The adapter {folder} lacks {len(missing)} of its weights, for example {min(missing)}: it is damaged, or "
             f"belongs to another base model than {model_name_or_path(model)!r}."
         )
     adapted = adapted.float()
@@ -195,9 +197,9 @@ def _attach(model: Any, folder: Path) -> Any:
 
 
 def _base_copy(model: Any) -> Any:
-    """A copy of the model below the adapter, with float32 weights of its own on the CPU; none is quantised.
+    """A copy of the model without its adapter, with dequantised float32 weights on the CPU.
 
-    The structure is copied and the weights are put into it: the model may be on a GPU that has no room for two.
+    The weights are converted one by one, because the model may be on a GPU that has no room for two copies.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -206,15 +208,15 @@ def _base_copy(model: Any) -> Any:
                 weight = _dequantised(module, parameter).detach().to("cpu", torch.float32, copy=True)
                 memo[id(parameter)] = nn.Parameter(weight, requires_grad=False)
         for tensor in _computed_tensors(vars(module)):
-            memo[id(tensor)] = tensor.detach()  # of tied adapters; autograd forbids its copy
+            memo[id(tensor)] = tensor.detach()  # of tied adapters; autograd does not allow copying it
     copied = copy.deepcopy(model, memo)
     for part in copied.modules():
-        # Of accelerate: wrappers around the forward of the model that was copied.
+        # Wrappers of accelerate around the forward of the original model.
         for name in ("forward", "_hf_hook", "_old_forward"):
             vars(part).pop(name, None)
     if hasattr(copied, "get_base_model"):
         for name, part in list(copied.base_model.model.named_modules()):
-            if isinstance(part, ModulesToSaveWrapper):  # PEFT would unload it with what was trained
+            if isinstance(part, ModulesToSaveWrapper):  # PEFT's unload would keep the trained weights
                 copied.base_model.model.set_submodule(name, part.original_module)
         copied = copied.unload()
     return _plain_float32(copied.to("cpu"))
@@ -229,7 +231,7 @@ def _computed_tensors(values: Mapping[Any, Any]) -> Iterator[Tensor]:
 
 
 def _plain_float32(model: Any) -> Any:
-    """The model without quantised layers and without a word about them in its configuration."""
+    """Replaces quantised layers by plain ones and removes the quantisation from the configuration."""
     quantizer = getattr(model, "hf_quantizer", None)
     for name, module in list(model.named_modules()):
         if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
@@ -243,7 +245,7 @@ def _plain_float32(model: Any) -> Any:
         method = str(getattr(method, "value", method))
         if not method.startswith("bitsandbytes"):
             raise UnsupportedError(
-                f"The base model is quantised by {method}; this version of grupo dequantises bitsandbytes alone. Train "
+                f"The base model is quantised by {method}; this version of grupo dequantises only bitsandbytes. Train "
                 "and merge on the model before its quantisation, or export with --to adapter."
             )
         quantizer.remove_quantization_config(model)
@@ -268,14 +270,14 @@ def _one_adapter(model: Any) -> list[str]:
     active = list(getattr(model, "active_adapters", []))
     if len(active) != 1:
         raise UnsupportedError(
-            f"The model has {len(active)} active adapters ({', '.join(active) or 'none'}), and one is merged. Choose "
-            "it by model.set_adapter(NAME); several are combined by model.add_weighted_adapter(...)."
+            f"The model has {len(active)} active adapters ({', '.join(active) or 'none'}), and only one can be merged. "
+            "Choose it with model.set_adapter(NAME); model.add_weighted_adapter(...) combines several."
         )
     return active
 
 
 def _check_all_trained_is_there(model: Any, again: Any, adapter: str) -> None:
-    """What PEFT does not save would be lost without a word."""
+    """Raises an error for trained weights that PEFT does not save, which would be lost silently."""
     now = {name.replace(f".{adapter}.", ".default."): tensor for name, tensor in again.named_parameters()}
     for name, parameter in model.named_parameters():
         key = name.replace(f".{adapter}.", ".default.")
@@ -283,22 +285,24 @@ def _check_all_trained_is_there(model: Any, again: Any, adapter: str) -> None:
             key in now and torch.equal(now[key].detach(), parameter.detach().to("cpu", torch.float32))
         ):
             raise ExportError(
-                f"{name} was trained and is not what PEFT saves of the adapter. Name its module in modules_to_save."
+                f"{name} was trained, but PEFT does not save it with the adapter. Add its module to modules_to_save."
             )
 
 
 def _config(name: str, *, trust_remote_code: bool, **where: Any) -> Any:
-    """The configuration of a model as it is stored, with the dtype of its weights.
+    """The stored configuration of a model, with the dtype of its weights.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such model.
     """
     if is_unreachable(name):
         where["local_files_only"] = True
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **where)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"There is no model to be had by the name {name!r}.") from error
+        raise ConfigError(
+            f"There is no model {name!r}: it is neither a local folder nor available from the Hub."
+        ) from error
 
 
 def _dtype_in_memory(model: Any) -> torch.dtype:
@@ -309,14 +313,14 @@ def _dtype_in_memory(model: Any) -> torch.dtype:
 
 
 def _tokenizer_of(folder: Path | None, model: Any, *, trust_remote_code: bool) -> Any:
-    """The tokenizer in the folder, else the one beside the base model; None where there is none."""
+    """The tokenizer in the folder, or else that of the base model; None if there is none."""
     if folder is not None and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         try:
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"The tokenizer in {folder} cannot be loaded: {summarize_error(error)} Bring its "
-                "missing files back, or remove the others to take the one of the base model."
+                f"The tokenizer in {folder} cannot be loaded: {summarize_error(error)} Restore its "
+                "missing files, or remove the others to use the tokenizer of the base model."
             ) from error
     try:
         return load_tokenizer(model, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""Whether two models say the same about real text. T tokens, V vocabulary."""
+"""Comparison of two models by their logits on real text. T tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def mean(values: list[float]) -> float:
 The old lighthouse keeper wrote: "It's raining again, and the sea, as grey as slate, won't let us go before spring."
 Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich; 东京は晴れ, привет!
 """
-"""English, arithmetic, tags, code, and letters that few tokens cover."""
+"""English, arithmetic, tags, code, and characters that take several tokens."""
 
-SAME = 1e-3
-"""Nats. Two ways to the same float32 logits differ by their rounding errors, which are below this."""
+EXACT_TOLERANCE = 1e-3
+"""Nats. Rounding errors between two ways to compute the same float32 logits are below this."""
 
 BOUNDS = {"float32": 1e-6, "float16": 2e-4, "bfloat16": 1e-2, "f16": 2e-4, "q8_0": 3e-2}
-"""Nats a token that rounding the weights may move a model by: the divergence from float32 weights."""
+"""Largest divergence from float32 weights, in nats per token, by the dtype that the weights are rounded to."""
 
-IN_USE = 0.1
-"""The same, between a model in use and its float32 copy; products of 8 bit, which round their input, take 0.02."""
+LIVE_TOLERANCE = 0.1
+"""The same, between a model in memory and its float32 copy; 8-bit products, which round their input, reach 0.02."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two sets of logits (T, V): the largest difference of log-probs, and the mean divergence of a token."""
+    """Difference of two sets of logits (T, V)."""
 
     largest: float
-    """Nats, over all tokens of the vocabulary."""
+    """Largest difference of a log-prob, in nats, over all tokens of the vocabulary."""
     divergence: float
-    """Nats; Kullback-Leibler divergence from the first to the second distribution, mean over T."""
+    """Kullback-Leibler divergence from the first to the second distribution, in nats, mean over T."""
 
 
 def check_ids(tokenizer: Any, vocabulary_size: int) -> Tensor:
-    """Token ids (1, T) of real text; evenly spread ids where there is no tokenizer."""
+    """Token ids (1, T) of real text; evenly spaced ids without a tokenizer."""
     if tokenizer is not None:
         ids = tokenizer(TEXT, add_special_tokens=True)["input_ids"]
         ids = [token for token in ids if token < vocabulary_size]
@@ -63,7 +63,7 @@ def logits_of(model: Any, ids: Tensor) -> Tensor:
 
 
 def difference(left: Tensor, right: Tensor) -> Difference:
-    """Both (T, V). Infinite where one of them has a NaN or another shape."""
+    """Difference of two logit tensors (T, V); infinite if one has a NaN or another shape."""
     if left.shape != right.shape or not (left.isfinite().all() and right.isfinite().all()):
         return Difference(float("inf"), float("inf"))
     left, right = left.log_softmax(-1), right.log_softmax(-1)
@@ -71,22 +71,22 @@ def difference(left: Tensor, right: Tensor) -> Difference:
 
 
 def check_same(left: Tensor, right: Tensor, what: str) -> Difference:
-    """Raises an ExportError where the log-probs differ by more than SAME anywhere."""
+    """Raises an ExportError if a log-prob differs by more than EXACT_TOLERANCE."""
     found = difference(left, right)
-    if not found.largest <= SAME:
+    if not found.largest <= EXACT_TOLERANCE:
         raise ExportError(
             f"{what}: on {len(left)} tokens of text the log-probs differ by up to {found.largest:.3g} nats, and "
-            f"{SAME:g} is the bound. Nothing was written."
+            f"{EXACT_TOLERANCE:g} is the limit. Nothing was written."
         )
     return found
 
 
 def check_close(left: Tensor, right: Tensor, what: str, bound: float) -> Difference:
-    """Raises an ExportError where the divergence is more than `bound` nats a token."""
+    """Raises an ExportError if the divergence is more than `bound` nats per token."""
     found = difference(left, right)
     if not found.divergence <= bound:
         raise ExportError(
             f"{what} is not the trained one: on {len(left)} tokens of text it diverges by {found.divergence:.3g} nats "
-            f"a token, and {bound:g} is the bound. Nothing was written."
+            f"per token, and {bound:g} is the limit. Nothing was written."
         )
     return found

@@ -1,4 +1,4 @@
-"""What a folder holds that can be exported: an adapter or a whole model; and where the result goes."""
+"""Finding the adapter or model to export in a folder, and writing the result atomically."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Source:
     folder: Path
     is_adapter: bool
     run: Path
-    """The run folder that the model is from, with its card and metrics; `folder` itself where it is from none."""
+    """Run folder of the model, with its card and metrics; `folder` itself if the model is not from a run."""
 
     @property
     def adapter_config(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class Source:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """How the base model was quantised while the adapter was trained; None where it was not, or nobody knows."""
+        """Quantisation of the base model while the adapter was trained; None if not quantised or not known."""
         for path in (self.folder / BASE_QUANTIZATION, self.run / "manifest.json"):
             if self.is_adapter and path.is_file():
                 found = read_json(path)
@@ -47,7 +47,7 @@ class Source:
 def find_source(path: str | Path) -> Source:
     """The model in a run folder, checkpoint, adapter folder or model folder.
 
-    Of a run it is the newest one (`resolve_latest`).
+    For a run it is the newest model (`resolve_latest`).
 
     Raises:
         ConfigError: there is no model in it, or it is a damaged checkpoint.
@@ -55,12 +55,12 @@ def find_source(path: str | Path) -> Source:
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder. Give the folder of a run, of one of its checkpoints, of an adapter or of a model."
+            f"{folder} is not a folder. Give the folder of a run, of a checkpoint, of an adapter or of a model."
         )
     is_checkpoint = folder.name.startswith("checkpoint-") and (folder / "trainer_state.json").is_file()
     if is_checkpoint:
         if (folder / MARKER).is_file() and (wrong := checkpoint_problems(folder, MODEL_FILES)):
-            raise ConfigError(f"The checkpoint {folder} is damaged: {', '.join(wrong)}. Take another one.")
+            raise ConfigError(f"The checkpoint {folder} is damaged: {', '.join(wrong)}. Use another one.")
         return _model_in(folder, folder.parent)
     return _model_in(Path(resolve_latest(str(folder))), folder)
 
@@ -69,10 +69,10 @@ def _model_in(folder: Path, run: Path) -> Source:
     manifest = read_json(run / "manifest.json")
     trained = manifest.get("adapter")
     if trained not in (None, "default") and (folder / trained / ADAPTER_CONFIG).is_file():
-        raise ConfigError(f"The run trained the adapter {trained!r}, which is in {folder / trained}: name that folder.")
+        raise ConfigError(f"The run trained the adapter {trained!r}, which is in {folder / trained}: give that folder.")
     if (folder / ADAPTER_CONFIG).is_file():
         if not _has(folder, ADAPTER_WEIGHTS):
-            raise ConfigError(f"{folder} has an {ADAPTER_CONFIG} and no weights beside it ({ADAPTER_WEIGHTS[0]}).")
+            raise ConfigError(f"{folder} has an {ADAPTER_CONFIG} but no weights ({ADAPTER_WEIGHTS[0]}).")
         return Source(folder, True, run)
     if (folder / "config.json").is_file() and _has(folder, MODEL_WEIGHTS):
         return Source(folder, False, run)
@@ -82,34 +82,34 @@ def _model_in(folder: Path, run: Path) -> Source:
     )
 
 
-def check_free(path: Path) -> None:
-    """Raises a ConfigError where `path` has something in it already."""
+def require_absent(path: Path) -> None:
+    """Raises a ConfigError if `path` is a file or a folder that is not empty."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ConfigError(f"{path} exists already, and nothing is overwritten. Choose another output, or remove it.")
 
 
 @contextlib.contextmanager
-def staged(path: Path) -> Iterator[Path]:
-    """A scratch folder that becomes `path` in one rename, if the block ends without an error.
+def atomic_output(path: Path) -> Iterator[Path]:
+    """A scratch folder that becomes `path` in one rename if the block ends without an error.
 
     Raises:
-        ConfigError: `path` is there already.
+        ConfigError: `path` exists already.
         ExportError: it cannot be written.
     """
-    check_free(path)
-    with scratch_beside(path) as scratch:
+    require_absent(path)
+    with scratch_next_to(path) as scratch:
         yield scratch
         scratch.chmod(0o755)
-        check_free(path)
-        scratch.rename(path)  # onto an empty folder at most
+        require_absent(path)
+        scratch.rename(path)  # replaces at most an empty folder
 
 
 @contextlib.contextmanager
-def scratch_beside(path: Path) -> Iterator[Path]:
-    """A scratch folder on the disk that `path` is to be on; it is removed at the end if it is still there.
+def scratch_next_to(path: Path) -> Iterator[Path]:
+    """A scratch folder on the same disk as `path`; it is removed at the end if it still exists.
 
     Raises:
-        ExportError: it, or what the block writes into it, cannot be written.
+        ExportError: the folder, or a file that the block writes into it, cannot be written.
     """
     scratch = None
     try:
@@ -118,7 +118,7 @@ def scratch_beside(path: Path) -> Iterator[Path]:
         yield scratch
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ExportError(f"{path} cannot be written: {reason}. Make room, or choose another output.") from error
+        raise ExportError(f"{path} cannot be written: {reason}. Free some space, or choose another output.") from error
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -129,7 +129,7 @@ def _has(folder: Path, names: tuple[str, ...]) -> bool:
 
 
 def adapter_weights(folder: Path) -> dict[str, Any]:
-    """The tensors of an adapter by name, on the CPU. Raises a ConfigError where their file is damaged."""
+    """Tensors of an adapter by name, on the CPU. Raises a ConfigError if their file is damaged."""
     from peft.utils import load_peft_weights
 
     try:

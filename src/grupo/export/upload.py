@@ -1,4 +1,4 @@
-"""Upload of a model's folder to the Hub: tried again when the connection fails, and continued where it stopped."""
+"""Uploads of model folders to the Hub: retried when the connection fails, and continued where they stopped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_UPLOADED = (
     *("training_args.bin", "runs/*", "_*", ".*", "trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt"),
     *("rng_state*", "grupo_state*", "grupo_checkpoint.json", "unfinished/*", "sft*"),
 )
-"""Of a run or a checkpoint: what resumes it, its texts, and what names paths of this machine."""
+"""Files of a run or checkpoint that are kept local: they resume it, hold its texts, or name paths of this machine."""
 
 
 def push(
@@ -41,28 +41,28 @@ def push(
     attempts: int = 5,
     wait: float = 2.0,
 ) -> str:
-    """Uploads a folder, of a run, an adapter, a merged model or a GGUF file, and returns the repository's address.
+    """Uploads the folder of a run, an adapter, a merged model or a GGUF file, and returns the repository's address.
 
-    The folder's README.md is its card; where it has none, one is written for the upload. A folder with `metrics.jsonl`
-    gets a picture of the reward beside it. Files that the Hub has already are not sent again, so that an upload that
-    was killed goes on when it is started once more.
+    The folder's README.md is its card; without one, a card is written for the upload. A folder with `metrics.jsonl`
+    also gets a plot of the reward. Files that the Hub already has are not sent again, so that an interrupted upload
+    continues when it is repeated.
 
     Args:
-        repo_id: "NAME" or "OWNER/NAME"; made where there is none.
-        token: with write access; by default the one that `hf auth login` or HF_TOKEN has left.
-        private: of a new repository.
-        revision: branch, made where there is none.
-        tags: of the card, beside "grpo" and "grupo".
-        attempts: how often it is tried in all, when the Hub does not answer or has an error of its own.
-        wait: seconds until the second try; they double from try to try.
+        repo_id: "NAME" or "OWNER/NAME"; created if it does not exist.
+        token: with write access; by default that of `hf auth login` or HF_TOKEN.
+        private: whether a new repository is private.
+        revision: branch; created if it does not exist.
+        tags: tags of the card, in addition to "grpo" and "grupo".
+        attempts: total number of tries when the Hub does not answer or has an internal error.
+        wait: seconds before the second try; doubled for each further try.
 
     Raises:
-        ConfigError: there is nothing to upload, or the Hub refuses it; trying again would not help.
+        ConfigError: there is nothing to upload, or the Hub refuses it, so that a retry would not help.
         ExportError: the Hub could not be reached in all tries.
     """
     folder = Path(folder)
     if not folder.is_dir() or not any(folder.iterdir()):
-        raise ConfigError(f"{folder} is no folder with files, so there is nothing to upload.")
+        raise ConfigError(f"{folder} is not a folder with files, so there is nothing to upload.")
 
     def upload() -> str:
         return _upload(staged, repo_id, token=token, private=private, revision=revision, message=message)
@@ -73,29 +73,29 @@ def push(
 
 
 def retried(upload: Callable[[], T], folder: str | Path, repo_id: str, *, attempts: int, wait: float) -> T:
-    """What `upload` returns, as soon as it does; the pauses between tries double. Errors as in `push`."""
+    """Result of the first successful call of `upload`; pauses between tries double. Errors as in `push`."""
     for attempt in range(1, attempts + 1):
         try:
             return upload()
         except failures() as error:
             reason = summarize_error(error)
             if is_refusal(error):
-                raise ConfigError(f"The Hub does not take the upload to {repo_id!r}: {reason}") from error
+                raise ConfigError(f"The Hub refuses the upload to {repo_id!r}: {reason}") from error
             if attempt == attempts:
                 raise ExportError(
                     f"The upload to {repo_id!r} failed {attempts} times: {reason} Nothing is lost: "
-                    f"`{command(folder, repo_id)}` goes on where it stopped."
+                    f"`{command(folder, repo_id)}` continues where it stopped."
                 ) from error
             logger.warning(
-                "Upload to %s, try %d of %d: %s The next one is in %g s.", repo_id, attempt, attempts, reason, wait
+                "Upload to %s, try %d of %d: %s The next try is in %g s.", repo_id, attempt, attempts, reason, wait
             )
             time.sleep(wait)
             wait *= 2
-    raise ConfigError(f"attempts={attempts}: it must be 1 or more.")
+    raise ConfigError(f"attempts={attempts}: it must be at least 1.")
 
 
 def command(folder: str | Path, repo_id: str) -> str:
-    """What a person types to upload a folder again."""
+    """Shell command that uploads a folder again."""
     return shlex.join(["grupo", "export", str(folder), "--to", "hub", "--repo", repo_id])
 
 
@@ -117,19 +117,19 @@ def _upload(
 
 
 def check_hub_answers() -> None:
-    """Raises a ConnectionError within seconds, which the Hub's client takes half a minute for."""
+    """Raises a ConnectionError within seconds; the Hub's client would take half a minute."""
     if not hub_is_reachable():
         raise ConnectionError("The Hub does not answer, or HF_HUB_OFFLINE is set.")
 
 
 def _staged(folder: Path, scratch: Path, tags: Sequence[str]) -> Path:
-    """The folder by links, with the card and the curve as they are to be uploaded."""
+    """The folder as links, with card and reward plot in the form in which they are uploaded."""
     for entry in folder.rglob("*"):
         if entry.is_file():
             link = scratch / entry.relative_to(folder)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(entry.resolve())
-    # A checkpoint is of the run around it.
+    # A checkpoint belongs to the run in its parent folder.
     run = folder.resolve().parent if (folder / "trainer_state.json").is_file() else folder
     card, drawing = scratch / "README.md", reward_svg(training_log(run / "metrics.jsonl"))
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
@@ -145,7 +145,7 @@ def _staged(folder: Path, scratch: Path, tags: Sequence[str]) -> Path:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What the Hub's client raises; `OSError` is what the network does, `RuntimeError` what hf_xet makes of it."""
+    """Errors of the Hub's client; `OSError` comes from the network, `RuntimeError` from hf_xet."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     # The HTTP library below is one of several names, and its base error the first of the client's own error.
@@ -153,7 +153,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the answer would be the same at every try: no token, no right, a wrong name."""
+    """Whether a retry would get the same answer: missing token, missing permission, or a wrong name."""
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
     if isinstance(error, LocalTokenNotFoundError | HFValidationError):

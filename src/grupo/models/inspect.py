@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from grupo.errors import ConfigError, UnsupportedError
-from grupo.models.quantization import check_quantized, number_of_weights
+from grupo.models.quantization import check_quantized, num_params
 
 logger = logging.getLogger("grupo")
 
@@ -72,7 +72,7 @@ def weight_bytes(model: Any, quantization: str | None = None) -> dict[str, int]:
             name = quantization if id(parameter) in planned else "float32"
         scales = 4 * parameter.shape[0] if name == "int8" else 0
         per_weight = BYTES_PER_WEIGHT.get(name) or getattr(torch, name).itemsize
-        sizes[name] += int(number_of_weights(parameter) * per_weight) + scales
+        sizes[name] += int(num_params(parameter) * per_weight) + scales
     return dict(sizes)
 
 
@@ -136,7 +136,7 @@ def check_trainable(model: Any) -> tuple[int, int]:
         check_adapter_supported(config)
     check_quantized(model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total = sum(map(number_of_weights, model.parameters()))
+    total = sum(map(num_params, model.parameters()))
     if not trainable:
         hint = (
             "Load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."

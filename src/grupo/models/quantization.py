@@ -1,7 +1,7 @@
-"""Linear layers of bitsandbytes: what they multiply with, and in which arithmetic.
+"""Linear layers of bitsandbytes: their dequantised weights, and the arithmetic in which they compute.
 
-bitsandbytes is an extra; it is imported only where one of its layers is made or read. NF4 with double quantisation is
-that of QLoRA (arXiv:2305.14314), int8 that of LLM.int8() (arXiv:2208.07339).
+bitsandbytes is an extra; it is imported only where one of its layers is created or read. NF4 with double quantisation
+is that of QLoRA (arXiv:2305.14314), int8 that of LLM.int8() (arXiv:2208.07339).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ QUANTIZATIONS = ("nf4", "int8")
 
 
 def quantization_config(name: str, compute_dtype: torch.dtype, *, asked: str) -> Any:
-    """What `from_pretrained` needs to load a model in 4 or 8 bits.
+    """The configuration with which `from_pretrained` loads a model in 4 or 8 bits.
 
     Args:
         name: "nf4" or "int8".
-        compute_dtype: of the products of 4-bit layers, into which their weights are brought for each.
-        asked: the setting that asks for it, as the person wrote it.
+        compute_dtype: dtype in which 4-bit layers multiply; their weights are dequantised into it.
+        asked: the setting that requests it, as written by the user.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -34,7 +34,7 @@ def quantization_config(name: str, compute_dtype: torch.dtype, *, asked: str) ->
 
     if not is_bitsandbytes_available():
         raise ConfigError(
-            f"{asked} needs the package bitsandbytes, which is not installed, or too old. Install it "
+            f"{asked} needs the package bitsandbytes, which is not installed or too old. Install it "
             "(pip install 'bitsandbytes>=0.50'), or load the model in 16 or 32 bits instead."
         )
     if name == "int8":
@@ -47,11 +47,11 @@ def quantization_config(name: str, compute_dtype: torch.dtype, *, asked: str) ->
     )
 
 
-def multiplies_dense_weight(layer: Any) -> bool:
-    """Whether a quantised layer computes what a plain one with `dense_weight` would, but for rounding.
+def matches_dense(layer: Any) -> bool:
+    """Whether a quantised layer computes the same, up to rounding, as a plain one with its `dequantize` weight.
 
-    Not on CUDA in 8 bits, where inputs are quantised as well, and not where autocast means another arithmetic than the
-    layer has: it does not listen to autocast.
+    Not in 8 bits on CUDA, where inputs are quantised as well, and not if autocast has another dtype than the layer,
+    which ignores autocast.
     """
     device = layer.weight.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dense_dtype(layer):
@@ -60,15 +60,15 @@ def multiplies_dense_weight(layer: Any) -> bool:
 
 
 def dense_dtype(layer: Any) -> torch.dtype:
-    """What a quantised layer computes in."""
+    """Dtype in which a quantised layer computes."""
     if is_4bit(layer):
         dtype: torch.dtype = layer.compute_dtype or layer.weight.quant_state.dtype
         return dtype
     return torch.float32
 
 
-def dense_weight(layer: Any) -> Tensor:
-    """(out, in) what a quantised layer multiplies with, made anew."""
+def dequantize(layer: Any) -> Tensor:
+    """(out, in) dequantised weight of a quantised layer, newly allocated."""
     from bitsandbytes import functional
 
     if is_4bit(layer):
@@ -83,22 +83,21 @@ def dense_weight(layer: Any) -> Tensor:
 
 
 def dense_bytes(model: nn.Module) -> int:
-    """Of all parameters, quantised ones in the form that they are multiplied in."""
+    """Memory of all parameters, with quantised ones in the dtype in which they are multiplied."""
     dense = {id(layer.weight): dense_dtype(layer) for layer in quantized_layers(model)}
     return sum(
-        number_of_weights(parameter) * dense.get(id(parameter), parameter.dtype).itemsize
-        for parameter in model.parameters()
+        num_params(parameter) * dense.get(id(parameter), parameter.dtype).itemsize for parameter in model.parameters()
     )
 
 
-def number_of_weights(parameter: Tensor) -> int:
-    """Of which 4-bit parameters hold two in a byte."""
+def num_params(parameter: Tensor) -> int:
+    """Number of weights in a parameter; a 4-bit parameter holds two per byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else state.shape.numel()
 
 
 def arithmetic_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
-    """The coarsest that `model` computes its layers in."""
+    """The least precise dtype in which `model` computes its layers."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     own = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
@@ -130,10 +129,10 @@ def check_unpacked(model: nn.Module, instead: str) -> None:
 
 
 def check_quantized(model: Any) -> None:
-    """Quantised models that cannot be trained, or would get wrong gradients without a word.
+    """Refuses quantised models that cannot be trained, or would silently get wrong gradients.
 
     Raises:
-        ConfigError: there is no adapter; layers were converted for inference.
+        ConfigError: there is no adapter, or layers were converted for inference.
         UnsupportedError: DoRA on 8-bit layers on the CPU.
     """
     layers = list(quantized_layers(model))
@@ -141,15 +140,15 @@ def check_quantized(model: Any) -> None:
         return
     if not getattr(model, "peft_config", None):
         raise ConfigError(
-            "The weights of the model are quantised, and so cannot be trained themselves. Train an adapter on them "
+            "The weights of the model are quantised and cannot be trained themselves. Train an adapter on them "
             "(peft_config=LoraConfig(...), FastLanguageModel.get_peft_model, or `lora` in a recipe), or load the model "
             "without quantisation."
         )
-    # peft 0.21, dequantize_module_weight: it makes the weight anew on the CPU, without its scales.
+    # peft 0.21, dequantize_module_weight: on the CPU it creates the weight again without its scales.
     on_cpu = any(is_8bit(layer) and layer.weight.device.type == "cpu" for layer in layers)
     if on_cpu and any(getattr(config, "use_dora", False) for config in model.peft_config.values()):
         raise UnsupportedError(
-            "DoRA on 8-bit layers fails on the CPU, within peft, at the second forward. Use 4 bits (nf4), or LoRA "
+            "DoRA on 8-bit layers fails on the CPU, inside peft, at the second forward. Use 4 bits (nf4), or LoRA "
             "without use_dora."
         )
     check_unpacked(

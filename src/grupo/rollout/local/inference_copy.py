@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from grupo.models.inplace_lora import has_hooks, is_plain_lora
 from grupo.models.inspect import base_model, quantizable_layers
-from grupo.models.quantization import dense_dtype, dense_weight, multiplies_dense_weight
+from grupo.models.quantization import dense_dtype, dequantize, matches_dense
 from grupo.rollout.local.fused_layer import DecodingLayer, Rotation, is_fusible
 from grupo.utils.quantized_layers import is_4bit, is_8bit
 
@@ -118,7 +118,7 @@ def _keep_as_is(module: nn.Module) -> bool:
 def _layer_of(module: Any) -> nn.Linear | None:
     """The linear layer of a module, without plain LoRA on it; None: it is something else."""
     layer = module.get_base_layer() if is_plain_lora(module) else module
-    if type(layer) is not nn.Linear and not ((is_4bit(layer) or is_8bit(layer)) and multiplies_dense_weight(layer)):
+    if type(layer) is not nn.Linear and not ((is_4bit(layer) or is_8bit(layer)) and matches_dense(layer)):
         return None
     return None if has_hooks(layer) else layer
 
@@ -156,7 +156,7 @@ def _dtype(layer: nn.Linear) -> torch.dtype:
 
 
 def _weight(layer: nn.Linear) -> Tensor:
-    return layer.weight.detach() if type(layer) is nn.Linear else dense_weight(layer)
+    return layer.weight.detach() if type(layer) is nn.Linear else dequantize(layer)
 
 
 def _can_fold_adapter(weight: Tensor, dtype: torch.dtype) -> bool:
