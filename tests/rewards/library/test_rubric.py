@@ -31,7 +31,7 @@ def test_checks_are_metrics_and_points() -> None:
         prompts=["p"] * 4,
         completions=["Thank  you", "sorry, but no", "GO AWAY!\nnow", "ae"],
         completion_ids=[[1]] * 4,
-        columns={"ask": [None, "no", "yes", None], "word": ["YO", ["no", "sorry"], "GO AWAY! now", [" ", None]]},
+        columns={"ask": [None, "no", "yes", None], "word": ["YO", ["no", "orry"], "GO AWAY! now", [" ", None]]},
     )
     assert not table.failures
     shares = [3 / 10, 3 / 13, 1 / 12, 1.0]
@@ -43,7 +43,7 @@ def test_checks_are_metrics_and_points() -> None:
         "polite/shout": [0.25],
         "polite/long": [0.0],
         "polite/only when asked": [0.5],
-        "polite/word": [2 / 3],
+        "polite/word": [1 / 3],
         "polite/same": [0.25],
     }
     with pytest.raises(RewardError, match="requires 'ask'"):
