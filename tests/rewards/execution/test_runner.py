@@ -545,7 +545,7 @@ def test_a_function_that_runs_alone_meets_no_other() -> None:
         Alone(),
     ]
     assert run(functions, count=1).scores == [(1.0,) * 5]
-    assert crowd.seen[:3] == [["marked"], ["partial"], ["object"]]
+    assert crowd.seen[:3] == [["marked"], ["partial"], ["object"]] and len(crowd.seen) == 5
     assert len(crowd.seen[4]) == 2, "the others meet"
 
 

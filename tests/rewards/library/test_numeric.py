@@ -85,6 +85,7 @@ def test_it_falls_with_the_distance_alike_on_both_sides(gold: Fraction, one: Fra
 
 
 def test_other_distances_scores_and_tags() -> None:
+    assert near(1, 0) == pytest.approx(-1 / 3), "around 0 the relative distance is the absolute one"
     assert near(12, 10, distance="absolute", halfway=2) == 0.0
     assert near(12, 10, distance="absolute", halfway=2, best=3.0, worst=0.0) == 1.5
     assert near("none", 10, missing=-2.0) == -2.0

@@ -22,7 +22,7 @@ def test_checks_are_metrics_and_points() -> None:
                 "only when asked", 1.0, lambda text, row: None if row["ask"] is None else row["ask"] in text, ("ask",)
             ),
             {"name": "word", "points": 0, "contains_column": "word"},
-            {"name": "same", "points": 0, "equals_column": "word"},
+            {"name": "same", "points": 0, "equals_column": "ask"},
         ],
         name="polite",
     )
@@ -31,7 +31,7 @@ def test_checks_are_metrics_and_points() -> None:
         prompts=["p"] * 4,
         completions=["Thank  you", "sorry, but no", "GO AWAY!\nnow", "ae"],
         completion_ids=[[1]] * 4,
-        columns={"ask": [None, "no", "yes", None], "word": ["YO", ["no", "sorry"], "GO AWAY! now", [" ", None]]},
+        columns={"ask": [None, "no", "GO  AWAY! now", None], "word": ["YO", ["no", "orry"], "GO AWAY! now", [" ", None]]},
     )
     assert not table.failures
     shares = [3 / 10, 3 / 13, 1 / 12, 1.0]
@@ -43,8 +43,8 @@ def test_checks_are_metrics_and_points() -> None:
         "polite/shout": [0.25],
         "polite/long": [0.0],
         "polite/only when asked": [0.5],
-        "polite/word": [2 / 3],
-        "polite/same": [0.25],
+        "polite/word": [1 / 3],
+        "polite/same": [0.5],
     }
     with pytest.raises(RewardError, match="requires 'ask'"):
         RewardRunner(polite).check_columns(["answer"])

@@ -142,8 +142,7 @@ def _as_list(returned: Any, count: int, name: str, expected: str) -> list[Any]:
     if shape is not None and hasattr(returned, "tolist"):  # a numpy array or torch tensor, without importing either
         shape = tuple(shape)
         if len(shape) == 1:
-            # A tensor that requires grad leaves its graph here.
-            return list((returned.detach() if hasattr(returned, "detach") else returned).tolist())
+            return list(returned.tolist())
         hint = " Return it with .squeeze(1)." if len(shape) == 2 and shape[1] == 1 else ""
         raise RewardError(
             f"Reward function '{name}' returned an array of shape {shape}; it must return one of shape ({count},), or "
