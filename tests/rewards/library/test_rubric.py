@@ -31,7 +31,10 @@ def test_checks_are_metrics_and_points() -> None:
         prompts=["p"] * 4,
         completions=["Thank  you", "sorry, but no", "GO AWAY!\nnow", "ae"],
         completion_ids=[[1]] * 4,
-        columns={"ask": [None, "no", "GO  AWAY! now", None], "word": ["YO", ["no", "orry"], "GO AWAY! now", [" ", None]]},
+        columns={
+            "ask": [None, "no", "GO  AWAY! now", None],
+            "word": ["YO", ["no", "orry"], "GO AWAY! now", [" ", None]],
+        },
     )
     assert not table.failures
     shares = [3 / 10, 3 / 13, 1 / 12, 1.0]
