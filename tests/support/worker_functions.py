@@ -51,7 +51,8 @@ def refuse() -> None:
 PREPARED = []
 
 
-def prepare() -> None:
+def prepare_slowly() -> None:
+    time.sleep(0.5)
     PREPARED.append(os.getpid())
 
 
@@ -69,7 +70,3 @@ def write_and_hang(item: tuple[str, str]) -> None:
     while how == "python":
         pass
     9 ** (9**9)
-
-
-def behave_slowly() -> None:
-    time.sleep(0.5)
