@@ -108,7 +108,7 @@ def test_it_is_tried_again_when_the_hub_has_an_error(
 
 def test_it_gives_up_with_the_command_that_goes_on(hub: Hub, run: Path) -> None:
     hub.fault = lambda method, path: 500 if "/commit/" in path else None
-    with pytest.raises(ExportError, match=rf"failed 3 times.*`grupo export {run} --to hub --repo sums` goes on"):
+    with pytest.raises(ExportError, match=rf"failed 3 times.*`grupo export {run} --to hub --repo sums` continues where it stopped"):
         push(run, "sums", attempts=3, wait=0.01)
     hub.fault = lambda method, path: None
     assert main(["export", str(run), "--to", "hub", "--repo", "sums"]) == 0
@@ -182,7 +182,7 @@ def test_a_run_without_the_hub_is_a_run(
     assert trainer.state.global_step == 2 and (tmp_path / "sums" / "model.safetensors").is_file()
     assert (tmp_path / "sums" / "checkpoint-2").is_dir()
     assert f"`grupo export {tmp_path / 'sums'} --to hub --repo sums` uploads it later" in caplog.text
-    with pytest.raises(ExportError, match="--to hub --repo sums` goes on"):
+    with pytest.raises(ExportError, match="--to hub --repo sums` continues where it stopped"):
         trainer.push_to_hub()
 
 

@@ -279,9 +279,9 @@ def test_added_tokens_beside_what_is_there(base: Path, adapter: Path, tmp_path: 
     trainer.save_model(str(tmp_path / "run"))
     again = make(tmp_path / "next", tmp_path / "run", tokenizer=None, added_tokens=added)
     torch.testing.assert_close(logits(again.model), logits(trainer.model))
-    with pytest.raises(ConfigError, match="made without"):
+    with pytest.raises(ConfigError, match="trained without"):
         make(tmp_path / "other", adapter, tokenizer=None, added_tokens=added)
-    with pytest.raises(ConfigError, match="can train single rows"):
+    with pytest.raises(ConfigError, match="can train single embedding rows"):
         make(
             tmp_path / "other", base, tokenizer=None, added_tokens=added, peft_config=lora(trainable_token_indices=[3])
         )
