@@ -108,7 +108,8 @@ def test_it_is_tried_again_when_the_hub_has_an_error(
 
 def test_it_gives_up_with_the_command_that_goes_on(hub: Hub, run: Path) -> None:
     hub.fault = lambda method, path: 500 if "/commit/" in path else None
-    with pytest.raises(ExportError, match=rf"failed 3 times.*`grupo export {run} --to hub --repo sums` continues where it stopped"):
+    again = f"`grupo export {run} --to hub --repo sums` continues where it stopped"
+    with pytest.raises(ExportError, match=f"failed 3 times.*{again}"):
         push(run, "sums", attempts=3, wait=0.01)
     hub.fault = lambda method, path: None
     assert main(["export", str(run), "--to", "hub", "--repo", "sums"]) == 0
